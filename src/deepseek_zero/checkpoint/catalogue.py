@@ -36,7 +36,7 @@ from ..comm.collectives import Comm
 from . import files
 from .format import LATEST, MANIFEST, NEWEST, STAGING_LOCK, Manifest, checked_tag
 from .layouts import SLICES, CheckpointLayout, is_checkpoint, layout_of
-from .lockstep import run_and_gather_values
+from .lockstep import run_and_gather
 from .verify import ALL_FILES, NO_FILES, Fault, FileSubset, check_headers, verify
 
 MOST_NAMED = 3  # directories suggested in a message
@@ -357,8 +357,8 @@ def newest_good(comm: Comm, directory: Path) -> str | None:
         return [str(fault) for fault in faults[: MAX_FAULTS_SHOWN + 1]]
 
     passed_over = []
-    for tag in run_and_gather_values(comm, "loading: the list of checkpoints", list_tags)[0]:
-        answers = run_and_gather_values(comm, f"verifying {tag}", partial(check_share, tag))
+    for tag in run_and_gather(comm, "loading: the list of checkpoints", list_tags)[0]:
+        answers = run_and_gather(comm, f"verifying {tag}", partial(check_share, tag))
         faults = [fault for answer in answers for fault in answer]
         if not faults:
             return str(tag)

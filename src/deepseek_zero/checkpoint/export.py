@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,8 @@ from .hf_folder import (
     shard_names,
     write_index,
 )
-from .lockstep import run_and_gather_values, run_on_all, run_on_first_rank
+from .lockstep import run_and_gather, run_on_all, run_on_first_rank
+from .numpy_values import Plain
 from .piece import ModelPiece, persistent_buffers, whole_names
 from .safetensors_file import SafetensorsWriter, TensorInfo, cast, dtype_name, dtype_named, run_of
 from .staging import StagedOutput
@@ -109,9 +109,7 @@ class WholeModel:
         if stages is None:
             return cls(runtime, settings, (tuple(own),))
         facts = [[info.name, info.shape, dtype_name(info.dtype)] for info in own]
-        found = run_and_gather_values(
-            runtime.comm.whole, "export: what all stages hold", lambda: facts
-        )
+        found = run_and_gather(runtime.comm.whole, "export: what all stages hold", lambda: facts)
         by_stage = list[tuple[TensorInfo, ...]]()
         known = set[str]()
         for rank in stages.ranks:
@@ -387,12 +385,12 @@ def _write(model: WholeModel, folder: Path, shards: dict[str, list[TensorInfo]])
                 own_files.put(name, start, values)
                 work.advance(values.numel() * model.settings.dtype_for(values.dtype).itemsize)
                 del values  # release the group before the next one is gathered
-        found = run_and_gather_values(comm, "export: this rank's tensors", own_files.checksums)
+        found = run_and_gather(comm, "export: this rank's tensors", own_files.checksums)
         own_files.set_run(run_of(checksum for checksums in found for checksum in checksums))
         run_on_all(comm, "export: this rank's headers", stack.close)
 
 
-def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] | None:
+def consolidated(runtime: Runtime, settings: ExportSettings) -> Plain | None:
     """Gather the whole state dict into the host memory of rank 0.
 
     Tied weights appear under each of their names.
@@ -430,7 +428,7 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
     }
 
 
-def save_torch(state: dict[str, Any] | None, path: Path) -> None:
+def save_torch(state: Plain | None, path: Path) -> None:
     """Write a state dict with torch.save into a new private file, and sync it.
 
     Args:

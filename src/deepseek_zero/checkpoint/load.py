@@ -53,14 +53,13 @@ from .format import (
     StateReader,
 )
 from .lockstep import run_on_all
+from .numpy_values import Plain
 from .piece import ModelPiece, names_of_all, persistent_buffers, predecessor
 from .read import CheckpointReader, client_of_rank, plain_values, tensors_of_rank
 from .rng import restore_rng
 from .safetensors_file import dtype_name, dtype_named
 from .state import exact_storages, package_of, place_of
 from .verify import FileSubset, first_few, raise_faults, verify
-
-NEW_MOMENTS = "moments into new memory"
 
 
 def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
@@ -109,18 +108,20 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
         comm,
         f"loading {tag}: the manifest",
         read_manifest,
-        lambda found: NEW_MOMENTS if found[2] else "",
+        lambda found: found[2],
         CheckpointError,
     )
-    checks_moments = settings.verify and set(answers) == {NEW_MOMENTS}
-    if settings.verify:
+    checks_moments = settings.verify and all(answers)
+
+    def check_files() -> None:
         subset = FileSubset(comm.rank, comm.size)
         except_kind = MOMENT if checks_moments else ""
-        run_on_all(
-            comm, f"loading {tag}: checksums", lambda: _verify_files(folder, subset, except_kind)
-        )
+        raise_faults(folder, verify(folder, subset, read_again=True, except_kind=except_kind))
 
-    def read_values() -> tuple[dict[str, Any], list[GroupStates] | None]:
+    if settings.verify:
+        run_on_all(comm, f"loading {tag}: checksums", check_files)
+
+    def read_values() -> tuple[Plain, list[GroupStates] | None]:
         plain = plain_values(folder, manifest)
         rank = predecessor(manifest, runtime.plan.mesh)
         plain["client"] = client_of_rank(folder, manifest, rank or 0, plain["client"])
@@ -158,7 +159,7 @@ def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
         runtime: The runtime to change.
     """
     here = runtime.settings.compression
-    chosen: dict[str, Any] = {
+    chosen: Plain = {
         state: Blocks(*codec) if codec is not None else None
         for state, codec in manifest.extra.get("codes", {}).items()
         if state in here.left_open
@@ -257,11 +258,6 @@ def _restore_own_states(
 
 
 # -- checks
-
-
-def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> None:
-    """Verify this rank's part of the files, and raise CheckpointError for any fault."""
-    raise_faults(folder, verify(folder, subset, read_again=True, except_kind=except_kind))
 
 
 def check(
@@ -399,7 +395,7 @@ def _read_new_moments(
 def _restore_all(
     folder: Path,
     manifest: Manifest,
-    plain: dict[str, Any],
+    plain: Plain,
     contents: Contents,
     settings: LoadSettings,
     states: list[GroupStates] | None,
@@ -425,7 +421,7 @@ def _restore_all(
             _restore_rng(folder, manifest, contents.runtime)
 
 
-GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # states by shard number
+GroupStates = tuple[ParamGroup, dict[int, Plain]]  # states by shard number
 
 
 def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRange]:
@@ -580,7 +576,7 @@ def read_states(
     reader: StateReader,
     manifest: Manifest,
     optimizer: ShardedOptimizer,
-    before: dict[Tensor, dict[str, Any]],
+    before: dict[Tensor, Plain],
 ) -> Iterator[GroupStates]:
     """Yield the new optimizer states, group by group.
 
@@ -603,8 +599,8 @@ def read_states(
 
 
 def _with_subclasses(
-    state: dict[str, Any], optimizer: ShardedOptimizer, shard: MasterShard, before: dict[str, Any]
-) -> dict[str, Any]:
+    state: Plain, optimizer: ShardedOptimizer, shard: MasterShard, before: Plain
+) -> Plain:
     """Return a state in which saved inner tensors are put back into tensor subclasses.
 
     Files contain no classes, so the optimizer creates the objects. Raises CheckpointError if their
@@ -650,7 +646,7 @@ def _kinds_of(tensors: dict[str, Tensor]) -> dict[str, str]:
 def restore_optimizer(
     reader: StateReader,
     manifest: Manifest,
-    groups: list[dict[str, Any]],
+    groups: list[Plain],
     optimizer: ShardedOptimizer,
     states: Iterable[GroupStates] | None = None,
 ) -> None:
@@ -703,7 +699,7 @@ def split_as_saved(
     """
     piece = ModelPiece.of(optimizer.runtime)
 
-    def saved(overlap: ParamOverlap) -> tuple[dict[str, Any], frozenset[str]]:
+    def saved(overlap: ParamOverlap) -> tuple[Plain, frozenset[str]]:
         name = piece.name(member_of(overlap))
         return manifest.scalars.get(name, {}), frozenset(keys(name))
 
@@ -745,12 +741,12 @@ def _restore_kept_gradient(
 
 
 def _shard_state(
-    reader: StateReader, manifest: Manifest, shard: MasterShard, before: dict[str, Any]
-) -> dict[str, Any]:
+    reader: StateReader, manifest: Manifest, shard: MasterShard, before: Plain
+) -> Plain:
     """Read the state of one shard: moments, states of other shapes, and counters."""
     overlaps = list(shard.overlaps())
     piece = ModelPiece.of(shard.group.runtime())
-    state: dict[str, Any] = {}
+    state: Plain = {}
     for key in _moment_keys(reader, overlaps, piece):
         state[key] = _moment(reader, shard, overlaps, piece, key, before.get(key))
     members = [member_of(overlap) for overlap in overlaps]
@@ -802,7 +798,7 @@ def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tenso
     return torch.empty(shard.numel, dtype=dtype)
 
 
-def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
+def _numbers(manifest: Manifest, names: list[str]) -> Plain:
     """Return the counters that a shard's parameters share after `split_as_saved`.
 
     Raises CheckpointError if they differ.
@@ -819,7 +815,7 @@ def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
     return {key: _number(number) for key, number in saved[0].items()} if saved else {}
 
 
-def _number(number: dict[str, Any]) -> Any:
+def _number(number: Plain) -> Any:
     if number["dtype"] is None:
         return number["value"]
     return torch.tensor(number["value"], dtype=dtype_named(number["dtype"]))

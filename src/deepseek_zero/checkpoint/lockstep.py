@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,28 +12,7 @@ from ..comm.collectives import Comm
 T = TypeVar("T")
 
 
-def run_and_gather(comm: Comm, what: str, action: Callable[[], str | None]) -> list[str]:
-    """Run an action on every rank and return the results of all ranks, in rank order.
-
-    Args:
-        comm: Communicator of the ranks.
-        what: Name of the step in error messages.
-        action: Called once on every rank; returns text, or None for an empty text.
-
-    Returns:
-        The text of each rank.
-
-    Raises:
-        CheckpointError: The action failed on a rank. It is raised on every rank, so no rank
-            continues or waits forever.
-
-    Note:
-        Collective: every rank of `comm` must call it.
-    """
-    return gather_outcomes(comm, what, lambda: action() or "", str, CheckpointError)[1]
-
-
-def run_and_gather_values(comm: Comm, what: str, action: Callable[[], Any]) -> list[Any]:
+def run_and_gather(comm: Comm, what: str, action: Callable[[], Any]) -> list[Any]:
     """Run an action on every rank and return the results of all ranks, in rank order.
 
     Args:
@@ -46,13 +24,13 @@ def run_and_gather_values(comm: Comm, what: str, action: Callable[[], Any]) -> l
         The values of each rank.
 
     Raises:
-        CheckpointError: The action failed on a rank. It is raised on every rank.
+        CheckpointError: The action failed on a rank. It is raised on every rank, so no rank
+            continues or waits forever.
 
     Note:
         Collective: every rank of `comm` must call it.
     """
-    texts = run_and_gather(comm, what, lambda: json.dumps(action()))
-    return [json.loads(text) for text in texts]
+    return gather_outcomes(comm, what, action, lambda found: found, CheckpointError)[1]
 
 
 def run_on_all(comm: Comm, what: str, action: Callable[[], T]) -> T:
@@ -72,7 +50,7 @@ def run_on_all(comm: Comm, what: str, action: Callable[[], T]) -> T:
     Note:
         Collective: every rank of `comm` must call it.
     """
-    return gather_outcomes(comm, what, action, lambda _: "", CheckpointError)[0]
+    return gather_outcomes(comm, what, action, lambda _: None, CheckpointError)[0]
 
 
 def run_on_first_rank(comm: Comm, what: str, action: Callable[[], object]) -> None:

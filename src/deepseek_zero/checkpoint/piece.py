@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from ..base.device import is_persistent_buffer
+from ..base.device import is_persistent_buffer, state_names
 from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh, mesh_of
 from ..planner.layout import Shape
@@ -22,7 +22,7 @@ from ..sharding.group import ParamInfo
 from ..sharding.runtime import Runtime
 from .boxes import ParamPart, PlacedValues
 from .format import Manifest, StateRange, StateReader
-from .lockstep import run_and_gather_values
+from .lockstep import run_and_gather
 
 WHOLE_NAMES = "_zero_whole_names"
 OWN_NAMES = "_zero_own_names"
@@ -167,23 +167,6 @@ def whole_names(model: nn.Module) -> dict[str, str]:
     return state_names(model) if found is None else found
 
 
-def state_names(model: nn.Module) -> dict[str, str]:
-    """Return, for each name in a model's state dict, the first name of the same tensor.
-
-    A name maps to itself unless the tensor is tied. The order is that of the state dict.
-    """
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            found[dot + name] = first.setdefault(id(param), dot + name)
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if is_persistent_buffer(module, name):
-                found[dot + name] = first.setdefault(id(buffer), dot + name)
-    return found
-
-
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a state dict would contain by name, each buffer once."""
     found: dict[str, Tensor] = {}
@@ -228,7 +211,7 @@ def _of_all(runtime: Runtime, own: list[str], what: str) -> frozenset[str]:
     """
     if "pp" not in runtime.comm.along:
         return frozenset(own)
-    found = run_and_gather_values(runtime.comm.whole, what, lambda: own)
+    found = run_and_gather(runtime.comm.whole, what, lambda: own)
     return frozenset(name for names in found for name in names)
 
 

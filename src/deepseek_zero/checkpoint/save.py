@@ -42,8 +42,8 @@ from .format import (
     tag_to_save,
 )
 from .layouts import is_checkpoint
-from .lockstep import run_and_gather, run_and_gather_values, run_on_first_rank
-from .numpy_values import with_python_numbers
+from .lockstep import run_and_gather, run_on_first_rank
+from .numpy_values import Plain, with_python_numbers
 from .piece import ModelPiece, earlier_stages, names_of, persistent_buffers, whole_names
 from .rng import capture_rng
 from .safetensors_file import dtype_name
@@ -75,7 +75,7 @@ class PendingSave:
         self.settings = settings
         self._comm = contents.runtime.comm.whole
         self._tensors: dict[str, Tensor] = {}
-        self._plain: dict[str, Any] = {}
+        self._plain: Plain = {}
         self._own_client: Any = None  # encoded client state if it differs from rank 0's
         self._own_tensors: dict[str, Tensor] = {}
         self._elsewhere: frozenset[str] = frozenset()  # names that an earlier stage writes
@@ -92,7 +92,7 @@ class PendingSave:
         self.hidden = self._staged.path
         self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
         try:
-            held = run_and_gather_values(self._comm, "saving: what ranks hold", self._held)
+            held = run_and_gather(self._comm, "saving: what ranks hold", self._held)
             if contents.client and held[self._comm.rank]["client"] != held[0]["client"]:
                 self._own_client = encode(
                     contents.client, f"{CLIENT} of rank {self._comm.rank}", self._own_tensors
@@ -140,7 +140,7 @@ class PendingSave:
             Collective: every rank must call it.
         """
         try:
-            indexes = run_and_gather_values(self._comm, "saving: this rank's index", self._index)
+            indexes = run_and_gather(self._comm, "saving: this rank's index", self._index)
             if self.settings.folders:
                 run_and_gather(self._comm, "saving: the other folders", self._finish_part)
             run_on_first_rank(self._comm, "saving: the manifest", lambda: self._finish(indexes))
@@ -151,7 +151,7 @@ class PendingSave:
 
     # -- this rank's file
 
-    def _held(self) -> dict[str, Any]:
+    def _held(self) -> Plain:
         """Return this rank's parameter names, and digests of its buffers and of the client state.
 
         The names are only needed with several stages. A buffer with equal values on several ranks
@@ -209,7 +209,7 @@ class PendingSave:
             found.append((VALUE, name, value))
         return WriteGroup([value_item(kind, name, value, rank) for kind, name, value in found])
 
-    def _index(self) -> dict[str, Any]:
+    def _index(self) -> Plain:
         """Wait for this rank's file and describe it.
 
         The description has the chunks, the optimizer's scalars, the checksum of the header, the
@@ -270,7 +270,7 @@ class PendingSave:
                 "and merge them afterwards.",
             )
 
-    def _finish(self, found: list[dict[str, Any]]) -> None:
+    def _finish(self, found: list[Plain]) -> None:
         """Write the manifest, rename the directory, and write `latest`.
 
         `found` has the results of `_index` by rank.
@@ -368,7 +368,7 @@ def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) 
     return PendingSave(directory, tag, contents, settings).commit()
 
 
-def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> Plain:
     """Encode hyperparameters, trainer state and client state."""
     groups: list[Any] = []
     if contents.optimizer is not None:
@@ -441,7 +441,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         for group in runtime.groups
         for member in group.members
     }
-    extra: dict[str, Any] = {
+    extra: Plain = {
         "optimizer_package": None,
         "names": whole_names(runtime.model),
         "groups": [],
@@ -484,7 +484,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
     )
 
 
-def _add_stage(manifest: Manifest, facts: dict[str, Any]) -> None:
+def _add_stage(manifest: Manifest, facts: Plain) -> None:
     """Add the facts of a stage, in the order of the stages, to the first stage's manifest.
 
     A tied parameter belongs to the first stage that has it.

@@ -66,8 +66,6 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
     Note:
         Collective: every rank of `comm` must call it.
     """
-    if comm.size == 1:
-        return
     texts = {key: shown(value) for key, value in values.items()}
     everyone = _documents_that_differ(comm, texts, what)
     if not everyone:
@@ -152,21 +150,21 @@ def gather_outcomes(
     comm: Comm,
     what: str,
     action: Callable[[], T],
-    say: Callable[[T], str],
+    say: Callable[[T], Any],
     failure: type[DeepSeekZeroError] = PeerError,
-) -> tuple[T, list[str]]:
+) -> tuple[T, list[Any]]:
     """Call a function on every rank, and raise on all ranks if it fails on one.
 
     Args:
         comm: Communicator of the ranks that call it.
         what: A description of the action, for the error of the other ranks.
         action: The function to call.
-        say: Converts the result of `action` into the text that other ranks receive.
+        say: Converts the result of `action` into the JSON values that other ranks receive.
         failure: The error to raise if another rank failed. This rank raises it too, unless its own
             error already has this type. With `PeerError`, this rank always raises its own error.
 
     Returns:
-        The result of `action`, and the texts of all ranks by rank.
+        The result of `action`, and the JSON values of all ranks by rank.
 
     Raises:
         DeepSeekZeroError: An error of type `failure`, if `action` failed on another rank.
@@ -178,13 +176,13 @@ def gather_outcomes(
     text = ""
     try:
         done = action()
-        text = say(done)
+        text = json.dumps(say(done))
     except Exception as error:  # Other ranks must be informed of any error
         problem = error
     texts = _gather_outcomes(comm, what, text, failure, problem)
     if problem is not None:
         raise problem
-    return done, texts
+    return done, [json.loads(each) for each in texts]
 
 
 def _gather_outcomes(

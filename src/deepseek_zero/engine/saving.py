@@ -41,7 +41,7 @@ from ..checkpoint.contents import (
 from ..checkpoint.extra_state import extra_states, restore_extra_states
 from ..checkpoint.format import LATEST, NEWEST, checked_tag, tag_to_save
 from ..checkpoint.layouts import EngineLayout, is_checkpoint, layout_named, layout_of
-from ..checkpoint.lockstep import run_and_gather, run_and_gather_values, run_on_first_rank
+from ..checkpoint.lockstep import run_and_gather, run_on_first_rank
 from ..checkpoint.piece import refuse_same_names
 from ..checkpoint.writer_lock import WriterLock
 from ..comm.collectives import Comm
@@ -404,7 +404,7 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
             return "newest", named or ""
         return "named", checked_tag(named)
 
-    way, chosen = run_and_gather_values(comm, "loading: the tag", choose)[0]
+    way, chosen = run_and_gather(comm, "loading: the tag", choose)[0]
     if way == "itself":
         log_once(
             f"{folder} is a checkpoint itself: tag '{chosen}' of {folder.parent} is loaded.",
