@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from deepseek_zero.base.device import state_names
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.checkpoint.piece import remember_names, state_names
+from deepseek_zero.checkpoint.piece import remember_names
 from deepseek_zero.planner.split import Split, set_split, split_of
 
 WIDTH, HIDDEN, VOCABULARY, BLOCKS = 8, 10, 11, 4

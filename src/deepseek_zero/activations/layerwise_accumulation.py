@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
-from ..base.nested import map_tensors
+from ..base.nested import Args, Kwargs, map_tensors
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
 from .offload import replaced
 from .recompute import checkpoint
 
-ForwardCall = tuple[tuple[Any, ...], dict[str, Any]]  # Positional and keyword arguments
+ForwardCall = tuple[Args, Kwargs]
 FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates too)"
 
 
@@ -211,7 +211,7 @@ class LayerwiseForward:
         }
         return self.order.join(self.unit, [outputs[part] for part in sorted(outputs)])
 
-    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def whole(self, args: Args, kwargs: Kwargs) -> Any:
         """Call the original forward of the module, and return its output.
 
         Args:

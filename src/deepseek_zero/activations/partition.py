@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -69,9 +70,8 @@ class PartitionedInputs:
                 "leave partition_activations out, or put the checkpoint where every rank has the "
                 "same input.",
             )
-        share = InputShare(
-            self, self.parking.park(tensors, self._own), [_size_of(tensor) for tensor in tensors]
-        )
+        sizes = [tensor.size() if tensor.is_contiguous() else None for tensor in tensors]
+        share = InputShare(self, self.parking.park(tensors, self._own), sizes)
         self._shares = [known for known in self._shares if known() is not None]
         self._shares.append(weakref.ref(share))
         return share
@@ -141,25 +141,19 @@ class PartitionedInputs:
         self._pages.append(page)
 
 
-def _size_of(tensor: Tensor) -> torch.Size | None:
-    return tensor.size() if tensor.is_contiguous() else None
-
-
+@dataclass(eq=False)
 class InputShare:
     """This rank's shards of the inputs of one checkpoint.
 
-    Args:
+    Attributes:
         partition: All-gathers the shards.
         parked: The shards in the memory that stores them.
         sizes: The shape of each whole tensor; None if this rank stores the whole tensor.
     """
 
-    def __init__(
-        self, partition: PartitionedInputs, parked: ParkedTensors, sizes: list[torch.Size | None]
-    ) -> None:
-        self.partition = partition
-        self.parked = parked
-        self.sizes = sizes
+    partition: PartitionedInputs
+    parked: ParkedTensors
+    sizes: list[torch.Size | None]
 
     def restore(self) -> list[Tensor]:
         """All-gather the shards, and return the whole input tensors.

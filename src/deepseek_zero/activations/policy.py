@@ -23,6 +23,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ..base.device import argument_of, detached_below_autograd, dispatch_mode, version_of
 from ..base.errors import UsageError
+from ..base.nested import Args, Kwargs
 from .offload import SMALLEST_BYTES, ActivationOffload, OffloadHandle
 
 ATTENTION = (
@@ -89,13 +90,13 @@ def contexts(operators: frozenset[Any], parking: ActivationOffload | None) -> tu
     """
     kept = _Results(parking)
 
-    def keep(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def keep(operator: Any, args: Args, kwargs: Kwargs) -> Any:
         found = operator(*args, **kwargs)
         if operator in operators and not _draws(operator, args, kwargs):
             kept.add(operator, found)
         return found
 
-    def use(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def use(operator: Any, args: Args, kwargs: Kwargs) -> Any:
         if operator in operators and not _draws(operator, args, kwargs):
             return kept.next(operator)
         return operator(*args, **kwargs)
@@ -103,7 +104,7 @@ def contexts(operators: frozenset[Any], parking: ActivationOffload | None) -> tu
     return dispatch_mode(keep), dispatch_mode(use, kept.rewind)
 
 
-def _draws(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _draws(operator: Any, args: Args, kwargs: Kwargs) -> bool:
     """Return whether a call draws random numbers.
 
     Skipping such a call would change the numbers that later calls draw.

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..base.capabilities import Capability
 from ..base.device import default_device
 from ..base.log import log_once
+from ..base.nested import Args, Kwargs
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..sharding.saved_tensor_hooks import others_see
@@ -80,9 +81,7 @@ class Recompute:
         """Return how the memory of offloaded inputs is accessed, for a report."""
         return self.parking.memory.capabilities() if self.parking is not None else []
 
-    def checkpoint(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def checkpoint(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Run ``function(*args, **kwargs)``, which is computed again in backward.
 
         Inside saved-tensor hooks of other code (an outer checkpoint, save_on_cpu), inputs are not
@@ -145,6 +144,7 @@ class Recompute:
         return [slab.storage for slab in self.parking.slabs] if self.parking is not None else []
 
 
+@dataclass(eq=False)
 class _Filled:
     """A function whose placeholders are replaced when it is called.
 
@@ -152,15 +152,9 @@ class _Filled:
     the graph can be recomputed, and keeps the offloaded inputs for that time.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        tensors: list[Tensor],
-        parked: ParkedTensors | InputShare,
-    ) -> None:
-        self.function = function
-        self.parked = parked
-        self.tensors: list[Tensor] | None = tensors
+    function: Callable[..., Any]
+    tensors: list[Tensor] | None
+    parked: ParkedTensors | InputShare
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors = self.tensors
@@ -197,13 +191,13 @@ class Preserved(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class _Replayed:
     """A function that restores the preserved states of its first call in later calls."""
 
-    def __init__(self, function: Callable[..., Any], preserved: list[Preserved]) -> None:
-        self.function = function
-        self.preserved = preserved
-        self.states: list[Any] | None = None
+    function: Callable[..., Any]
+    preserved: list[Preserved]
+    states: list[Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         now = [each.get_states() for each in self.preserved]

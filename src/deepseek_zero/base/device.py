@@ -374,6 +374,23 @@ def is_persistent_buffer(module: nn.Module, name: str) -> bool:
     return name not in module._non_persistent_buffers_set
 
 
+def state_names(model: nn.Module) -> dict[str, str]:
+    """Return, for each name in a model's state dict, the first name of the same tensor.
+
+    A name maps to itself unless the tensor is tied. The order is that of the state dict.
+    """
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            found[dot + name] = first.setdefault(id(param), dot + name)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if is_persistent_buffer(module, name):
+                found[dot + name] = first.setdefault(id(buffer), dot + name)
+    return found
+
+
 def call_instead(module: nn.Module, call: Callable[..., Any]) -> None:
     """Make calls of a module run another function, before any hook.
 

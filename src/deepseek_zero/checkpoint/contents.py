@@ -11,6 +11,7 @@ from typing import Any
 
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.runtime import Runtime
+from .numpy_values import Plain
 
 # Options of the implementation, which the running program sets. They are not learned state.
 IMPLEMENTATION_OPTIONS = frozenset(
@@ -31,7 +32,7 @@ class Contents:
 
     runtime: Runtime
     optimizer: ShardedOptimizer | None
-    trainer: dict[str, Any] = field(default_factory=dict)
+    trainer: Plain = field(default_factory=dict)
     client: Any = None
 
 
@@ -87,5 +88,5 @@ class Loaded:
     """
 
     folder: Path
-    trainer: dict[str, Any]
+    trainer: Plain
     client: Any

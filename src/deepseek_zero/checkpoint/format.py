@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, brief
 from .boxes import ParamPart, PlacedValues
-from .numpy_values import ARRAY, from_plain, is_storable, to_plain
+from .numpy_values import ARRAY, Plain, from_plain, is_storable, to_plain
 from .safetensors_file import dtype_named
 
 FORMAT = "deepseek-zero checkpoint"
@@ -261,18 +261,18 @@ class Manifest:
     world_size: int
     stage: int
     plan: dict[str, dict[str, str]]
-    parameters: dict[str, dict[str, Any]]
-    buffers: dict[str, dict[str, Any]]
+    parameters: dict[str, Plain]
+    buffers: dict[str, Plain]
     chunks: list[SavedChunk]
     optimizer: str | None
-    scalars: dict[str, dict[str, Any]]
+    scalars: dict[str, Plain]
     excluded: list[str]
     lifted: list[str] = field(default_factory=list)
     plain: Any = None
     run: str = ""
     format: str = FORMAT
     version: int = VERSION
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Plain = field(default_factory=dict)
 
     @property
     def mesh(self) -> dict[str, int] | None:
@@ -329,7 +329,7 @@ class Manifest:
             ) from None
 
     @classmethod
-    def _parse(cls, path: Path, document: dict[str, Any]) -> Manifest:
+    def _parse(cls, path: Path, document: Plain) -> Manifest:
         if document.get("format") != FORMAT or document.get("version") not in (
             VERSION,
             SPLIT_VERSION,
@@ -347,7 +347,7 @@ class Manifest:
         return cls(**document)
 
 
-def _crc(document: dict[str, Any]) -> int:
+def _crc(document: Plain) -> int:
     return zlib.crc32(json.dumps(document, allow_nan=False).encode())
 
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..base.errors import CheckpointError
 from ..base.plugins import CHECKPOINT_LAYOUTS, contributions
 from .contents import Contents, Loaded, LoadSettings, SaveSettings
 from .format import MANIFEST, FileRecord, Manifest, StateReader
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
+from .numpy_values import Plain
 from .safetensors_file import read_header
 from .torch_file import parameter_facts, read_state_dict, torch_records
 
@@ -39,7 +39,7 @@ class OpenCheckpoint:
 
     folder: Path
     manifest: Manifest
-    plain: dict[str, Any]
+    plain: Plain
     values: StateReader
 
     @property
@@ -241,7 +241,7 @@ class SafetensorsLayout(ForeignLayout):
         manifest = Manifest(
             1, 0, {}, parameters, {}, [], None, {}, [], run=run, format="safetensors"
         )
-        plain: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
+        plain: Plain = {"groups": [], "trainer": {}, "client": {}}
         return OpenCheckpoint(path, manifest, plain, folder)
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+Plain = dict[str, Any]  # values by name, which a manifest or a state dict holds
 ARRAY = "__ndarray__"
 _KEYS = {ARRAY, "dtype", "shape", "is_scalar"}
 
@@ -33,7 +34,7 @@ def is_storable(value: Any) -> bool:
     return not value.dtype.hasobject
 
 
-def to_plain(value: Any) -> dict[str, Any]:
+def to_plain(value: Any) -> Plain:
     """Return the plain form of a numpy array or scalar that `is_storable` accepts."""
     data = np.frombuffer(bytearray(value.tobytes()), np.uint8)
     return {

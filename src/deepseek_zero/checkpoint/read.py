@@ -37,6 +37,7 @@ from .format import (
     decode,
 )
 from .layouts import ForeignLayout, OpenCheckpoint, layout_of
+from .numpy_values import Plain
 from .readahead import ByteRange, ReadPart, read_ahead
 from .safetensors_file import (
     SafetensorsReader,
@@ -384,7 +385,7 @@ def tensors_of(
     return {name: found[name] for name in names}
 
 
-def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
+def plain_values(folder: Path, manifest: Manifest) -> Plain:
     """Read the plain values of a checkpoint.
 
     Args:
@@ -394,7 +395,7 @@ def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     Returns:
         A dict with the keys "groups", "trainer" and "client".
     """
-    found: dict[str, Any] = decode(manifest.plain, tensors_of_rank(folder, manifest, VALUE, 0))
+    found: Plain = decode(manifest.plain, tensors_of_rank(folder, manifest, VALUE, 0))
     return found
 
 

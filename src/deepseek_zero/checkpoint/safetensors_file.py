@@ -32,6 +32,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..precision.policy import cast_master
 from . import files
+from .numpy_values import Plain
 
 # The names that the format uses for torch dtypes.
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -250,7 +251,7 @@ def _without_crc(size: int, text: bytes, own: str) -> bytes:
     )
 
 
-def _location(begin: int, facts: dict[str, Any]) -> TensorLocation:
+def _location(begin: int, facts: Plain) -> TensorLocation:
     start, stop = facts["data_offsets"]
     shape = tuple(int(size) for size in facts["shape"])
     if min((int(start), *shape)) < 0:

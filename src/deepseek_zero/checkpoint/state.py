@@ -30,6 +30,7 @@ from ..sharding.param_group import ParamGroup
 from ..tiers.tier import Storage
 from .contents import Contents
 from .format import INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
+from .numpy_values import Plain
 from .piece import ModelPiece
 from .safetensors_file import dtype_name
 
@@ -367,7 +368,7 @@ def _whole_state_items(
         yield _whole_item(chunk, value, group)
 
 
-def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
+def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, Plain]:
     """Return the optimizer states without elements by parameter name.
 
     Returns:
@@ -377,7 +378,7 @@ def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
         CheckpointError: A state is neither a plain value nor a tensor.
     """
     names = ModelPiece.of(optimizer.runtime).names
-    found = dict[str, dict[str, Any]]()
+    found = dict[str, Plain]()
     for shard in optimizer.shards():
         for key, value in optimizer.inner.state.get(shard.param, {}).items():
             if isinstance(value, Tensor) and not is_scalar_state(value, shard.param):
@@ -388,7 +389,7 @@ def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _scalar(key: str, value: Any, name: str) -> dict[str, Any]:
+def _scalar(key: str, value: Any, name: str) -> Plain:
     if isinstance(value, Tensor):
         return {"value": value.item(), "dtype": dtype_name(value.dtype)}
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError, brief
 from .boxes import ParamPart, PlacedValues, assemble
 from .format import BUFFER, WEIGHT, FileRecord, Manifest, StateRange, StateReader
+from .numpy_values import Plain
 from .safetensors_file import dtype_name
 
 
@@ -67,7 +68,7 @@ def _record(file: BinaryIO, info: zipfile.ZipInfo) -> FileRecord:
 
 def load_mapped(
     path: Path, stand_ins: Mapping[Any, str] | None = None, of_others: str = ""
-) -> dict[str, Any]:
+) -> Plain:
     """Load a file written by torch.save with memory-mapped tensors.
 
     It calls `torch.load` with weights_only=True, so no code of the file is executed.
@@ -85,7 +86,7 @@ def load_mapped(
     """
     try:
         with torch.serialization.safe_globals(list((stand_ins or {}).items())):
-            found: dict[str, Any] = torch.load(
+            found: Plain = torch.load(
                 path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
             )
             return found
@@ -124,7 +125,7 @@ class MappedCheckpoint(StateReader):
 
     folder: Path
     manifest: Manifest
-    plain: dict[str, Any] = field(default_factory=dict)
+    plain: Plain = field(default_factory=dict)
     segments: dict[tuple[str, str], dict[str, list[StorageSegment]]] = field(default_factory=dict)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
@@ -227,7 +228,7 @@ class MappedCheckpoint(StateReader):
         return self.buffers[rank if rank < len(self.buffers) else 0][name].reshape(-1)
 
 
-def parameter_facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) -> dict[str, Any]:
+def parameter_facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) -> Plain:
     """Return the description of a parameter that a manifest stores.
 
     Args:
@@ -272,7 +273,7 @@ def read_state_dict(path: Path) -> MappedCheckpoint:
         version=1,
         extra={"names": {name: name for name in tensors}},
     )
-    plain: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
+    plain: Plain = {"groups": [], "trainer": {}, "client": {}}
     found = MappedCheckpoint(path, manifest, plain, buffers=[{}])
     found.add_weights(tensors)
     for facts in manifest.parameters.values():

@@ -33,7 +33,7 @@ from .ids import WORLD_LANE, CollectiveId
 from .in_place import InPlaceGathers
 from .lanes import Lanes
 from .pending import Pending
-from .transports.base import SingleRank, Transport, Use, Wait, leave_in_place
+from .transports.base import Inbox, SingleRank, Transport, Use, Wait, leave_in_place
 from .transports.composed import HostStaged
 from .transports.nccl import Nccl, NcclGroups
 from .waits import Waits
@@ -346,7 +346,7 @@ class Comm:
     def exchange(
         self,
         pieces: Sequence[Tensor],
-        inbox: Sequence[Tensor | None],
+        inbox: Inbox,
         lane: str,
         what: str,
         use: Use | None = None,

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import parallel, pipeline
+from ..base.device import state_names
 from ..base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..base.nested import on_meta
-from ..checkpoint.piece import remember_names, remember_same_names, state_names
+from ..checkpoint.piece import remember_names, remember_same_names
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm, scatter
 from ..planner.messages import SUM_TILE_NUMEL

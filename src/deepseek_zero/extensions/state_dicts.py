@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.device import is_persistent_buffer, without_torch_function
+from ..base.device import state_names, without_torch_function
 from ..base.errors import UsageError
 from ..base.log import log_first
 from ..comm.collectives import Comm, propagate_errors, scatter
@@ -122,14 +122,7 @@ class _Stages:
     def __init__(self, model: nn.Module, comm: Comm, mode: StateDicts) -> None:
         self.comm = comm
         self.mode = mode
-        own = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        for prefix, module in model.named_modules(remove_duplicate=False):
-            buffers = [
-                name
-                for name, _ in module.named_buffers(recurse=False)
-                if is_persistent_buffer(module, name)
-            ]
-            own += [f"{prefix}.{name}" if prefix else name for name in buffers]
+        own = list(state_names(model))
         everyone = [
             json.loads(text)
             for text in comm.all_gather_text(json.dumps(own), "names of all stages")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 T = TypeVar("T")
+Tensors = tuple[Tensor, ...]
 
 
 class _WithBackward(torch.autograd.Function):

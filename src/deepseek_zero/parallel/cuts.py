@@ -14,7 +14,7 @@ from torch import Tensor
 from ..comm.collectives import ordered_sum
 from ..planner.messages import SUM_TILE_NUMEL
 from ..planner.split import Ranges, Split
-from .autograd import with_backward
+from .autograd import Tensors, with_backward
 
 
 def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
@@ -31,7 +31,7 @@ def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
     return taken(whole, split.dim, split.ranges[coordinate]) if split.kind == "split" else whole
 
 
-def blocks(whole: Tensor, split: Split) -> tuple[Tensor, ...]:
+def blocks(whole: Tensor, split: Split) -> Tensors:
     """Return the parts of all ranks of a whole tensor.
 
     Backward joins the gradients of the parts. If several ranks hold the same part, their gradients
@@ -52,7 +52,7 @@ def blocks(whole: Tensor, split: Split) -> tuple[Tensor, ...]:
     )
 
 
-def join(parts: tuple[Tensor, ...], split: Split) -> Tensor:
+def join(parts: Tensors, split: Split) -> Tensor:
     """Return the whole tensor of which these are the parts. Backward splits its gradient.
 
     Args:
@@ -70,7 +70,7 @@ def join(parts: tuple[Tensor, ...], split: Split) -> Tensor:
     )
 
 
-def ordered(parts: tuple[Tensor, ...]) -> Tensor:
+def ordered(parts: Tensors) -> Tensor:
     """Return the sum of tensors of one shape, added in the given order.
 
     The sum is formed in fp32 and rounded once. It is not differentiable.

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..comm.collectives import Comm, ordered_sum
-from ..comm.transports.base import Use
+from ..comm.pending import Pending
+from ..comm.transports.base import Inbox, Use, leave_in_place
 from ..planner.messages import SUM_TILE_NUMEL
 
 KIND = "tp"  # kind of these bytes in the meter
@@ -94,8 +97,7 @@ class TensorGroup:
         Note:
             Collective: every rank must call it.
         """
-        flat = part.view(-1)
-        return Sum(self, part, [flat] * self.size, torch.empty_like(part), what)
+        return self._sum(part, [part.view(-1)] * self.size, torch.empty_like(part), what)
 
     def sum_own_tokens(self, part: Tensor, what: str) -> Sum:
         """Start a reduce-scatter over tokens in rank order, in fp32, rounded once.
@@ -120,7 +122,17 @@ class TensorGroup:
             self.give_back(part)
             part = page
         found = torch.empty((batch, own, width), dtype=part.dtype, device=part.device)
-        return Sum(self, part, part.view(-1).chunk(self.size), found, what)
+        return self._sum(part, part.view(-1).chunk(self.size), found, what)
+
+    def _sum(self, part: Tensor, pieces: Sequence[Tensor], found: Tensor, what: str) -> Sum:
+        """Start to sum the ranks' pieces for this rank into `found`."""
+
+        def use(received: Sequence[Tensor]) -> None:
+            ordered_sum(received, found.view(-1), self.scratch, threads=self.comm.threads)
+
+        boxes = _boxes(self, pieces[self.index])
+        pending = self.comm.exchange(pieces, boxes, "reduce", what, use, KIND)
+        return Sum(found, pending.then(partial(self.give_back, part)))
 
     def give_back(self, part: Tensor) -> None:
         """Return a buffer of `take` to the pool. Other ranks may still read it."""
@@ -145,7 +157,7 @@ class TensorGroup:
             for rank, width in enumerate(widths)
         ]
         outgoing = self.take(part.shape, part.dtype).copy_(part)
-        self._send_to_all(outgoing.view(-1), [box.view(-1) for box in found], what, keep_in_place)
+        self._send_to_all(outgoing.view(-1), [box.view(-1) for box in found], what, leave_in_place)
         return found
 
     def gather_tokens(self, own: Tensor, what: str) -> Tensor:
@@ -172,9 +184,7 @@ class TensorGroup:
         self._send_to_all(outgoing, _boxes(self, outgoing), what, use)
         return found.view(batch, -1, width)
 
-    def _send_to_all(
-        self, outgoing: Tensor, boxes: Sequence[Tensor | None], what: str, use: Use
-    ) -> None:
+    def _send_to_all(self, outgoing: Tensor, boxes: Inbox, what: str, use: Use) -> None:
         """Send a buffer of `take` to every rank, receive theirs, and take it back."""
         pieces = [outgoing] * self.size
         self.comm.exchange(pieces, boxes, "reduce", what, use, KIND).wait()
@@ -188,32 +198,17 @@ def _boxes(group: TensorGroup, own: Tensor) -> list[Tensor | None]:
     return [own if rank == group.index else torch.empty_like(own) for rank in range(group.size)]
 
 
+@dataclass(frozen=True)
 class Sum:
     """Handle of an all-reduce or reduce-scatter that a `TensorGroup` has started.
 
-    Args:
-        group: The group whose buffers and communicator the sum uses.
-        part: The buffer with this rank's values, which `wait` returns to the group's pool.
-        pieces: For each rank, the piece of `part` that it receives.
+    Attributes:
         found: The tensor that receives the sum of this rank's piece over all ranks.
-        what: The name of the sum, for messages.
+        pending: The collective.
     """
 
-    def __init__(
-        self, group: TensorGroup, part: Tensor, pieces: Sequence[Tensor], found: Tensor, what: str
-    ) -> None:
-        self._group = group
-        self._part = part
-        self._found = found
-        into = found.view(-1)
-        scratch = group.scratch
-        threads = group.comm.threads
-
-        def use(received: Sequence[Tensor]) -> None:
-            ordered_sum(received, into, scratch, threads=threads)
-
-        boxes = _boxes(group, pieces[group.index])
-        self._pending = group.comm.exchange(pieces, boxes, "reduce", what, use, KIND)
+    found: Tensor
+    pending: Pending
 
     def wait(self) -> Tensor:
         """Block until the sum is complete, and return it.
@@ -221,10 +216,5 @@ class Sum:
         Raises:
             PeerError: Another rank failed or issued a different collective.
         """
-        self._pending.wait()
-        self._group.give_back(self._part)
-        return self._found
-
-
-def keep_in_place(received: Sequence[Tensor]) -> None:
-    """Do nothing with received tensors, for an exchange that receives into their final memory."""
+        self.pending.wait()
+        return self.found

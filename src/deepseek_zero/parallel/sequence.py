@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, ordered_sum
-from ..comm.transports.base import Use
-from .autograd import with_backward
-from .group import TensorGroup, keep_in_place
+from ..comm.transports.base import Inbox, Use, leave_in_place
+from .autograd import Tensors, with_backward
+from .group import TensorGroup
 
 KIND = "sp"  # kind of these bytes in the meter
 
@@ -94,7 +94,7 @@ class SequenceGroup:
         outgoing = self._packed(pieces)
         found = torch.empty_like(outgoing)
         found[self.index] = outgoing[self.index]
-        self._send(outgoing, list(outgoing), list(found), what, keep_in_place)
+        self._send(outgoing, list(outgoing), list(found), what, leave_in_place)
         return _unpacked(found, pieces)
 
     def all_gather(self, parts: Sequence[Tensor], what: str) -> list[Tensor]:
@@ -115,7 +115,7 @@ class SequenceGroup:
         outgoing = self._packed(pieces)
         found = outgoing.new_empty(self.size, outgoing.shape[1])
         found[self.index] = outgoing[0]
-        self._send(outgoing, [outgoing[0]] * self.size, list(found), what, keep_in_place)
+        self._send(outgoing, [outgoing[0]] * self.size, list(found), what, leave_in_place)
         return _unpacked(found, pieces)
 
     def sum_scatter(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
@@ -148,7 +148,7 @@ class SequenceGroup:
         self,
         outgoing: Tensor,
         pieces: Sequence[Tensor],
-        inbox: Sequence[Tensor | None],
+        inbox: Inbox,
         what: str,
         use: Use,
     ) -> None:
@@ -176,7 +176,7 @@ def _unpacked(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _moved(
     ranks: SequenceRanks, split: int, join: int, what: str, tensors: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     pieces = [each.unflatten(split, (ranks.size, -1)).movedim(split, 0) for each in tensors]
     # The name contains the shapes: ranks with other numbers of tokens then get an error instead of
     # a partner.
@@ -186,9 +186,7 @@ def _moved(
     )
 
 
-def exchange(
-    ranks: SequenceRanks, split: int, join: int, what: str, *tensors: Tensor
-) -> tuple[Tensor, ...]:
+def exchange(ranks: SequenceRanks, split: int, join: int, what: str, *tensors: Tensor) -> Tensors:
     """Split one dimension of tensors over the ranks, and gather another one (all-to-all).
 
     Tensors of one dtype are sent together. Backward is the reverse exchange.

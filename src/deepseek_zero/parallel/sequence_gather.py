@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .autograd import with_backward
+from .autograd import Tensors, with_backward
 from .sequence import SequenceGroup
 
 # (query, key, value, mask) -> (samples, tokens, heads, width). The mask is (query tokens, key
@@ -113,16 +113,16 @@ def block_of(
     return slice(start, first + chunk), mask if window is None else mask & (behind < window)
 
 
-def _gather(group: SequenceGroup, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+def _gather(group: SequenceGroup, key: Tensor, value: Tensor) -> Tensors:
     """Return keys and values of all tokens in the order of the sequence."""
 
     # The names contain the shapes: ranks with other numbers of tokens then get an error instead of
     # a partner.
-    def forward(*parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(*parts: Tensor) -> Tensors:
         name = f"key and value {[list(each.shape) for each in parts]}"
         return tuple(map(_in_order, group.all_gather(parts, name)))
 
-    def backward(*grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(*grads: Tensor) -> Tensors:
         name = f"the gradients of key and value {[list(each.shape) for each in grads]}"
         return tuple(group.sum_scatter([_by_rank(each, group.size) for each in grads], name))
 

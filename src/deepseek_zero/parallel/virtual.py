@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..planner.split import Split
-from .autograd import with_backward
+from .autograd import Tensors, with_backward
 from .cuts import blocks, join, ordered
 from .functions import Entry, column, row_part
 from .layers import Layer, LayerPart, Row, _cast, _Entered, _version, cast_for_autocast, look_up
@@ -26,7 +26,7 @@ from .streams import Streams
 
 class _EnterAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entries: list[Entry]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, entries: list[Entry]) -> Tensors:
         ctx.set_materialize_grads(False)
         ctx.entries = entries
         ctx.shape = x.shape
@@ -341,7 +341,7 @@ class _Passes:
     weights: dict[int, tuple[Sequence[Tensor], Sequence[Tensor | None]]] = field(
         default_factory=dict
     )
-    alike: dict[int, dict[str, tuple[Tensor, ...]]] = field(default_factory=dict)
+    alike: dict[int, dict[str, Tensors]] = field(default_factory=dict)
     common: Tensor | None = None
     has_drawn: list[bool] = field(default_factory=list)
 
@@ -380,7 +380,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return with_backward(lambda *parts: ordered(parts), lambda grad: (grad,) * len(parts), *parts)
 
 
-def _for_each_rank(layer: nn.Module, ranks: int) -> dict[str, tuple[Tensor, ...]]:
+def _for_each_rank(layer: nn.Module, ranks: int) -> dict[str, Tensors]:
     """Return copies of a layer's parameters, one per rank; gradients are summed in rank order."""
     return {
         name: with_backward(

@@ -21,6 +21,7 @@ from ..base.errors import NotBuiltError, UsageError, article, shown
 from ..comm.collectives import Comm
 from ..planner.split import set_copy
 from .partition import LayerCost, partition
+from .schedule import Numbers
 from .stage import Received
 
 
@@ -215,7 +216,7 @@ class LayerStages(nn.Module):
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
 
     @property
-    def ties(self) -> dict[str, tuple[int, ...]]:
+    def ties(self) -> dict[str, Numbers]:
         """Return the names of the weights that several stages share, with the stages' numbers."""
         return self._in_several_stages(lambda layer: layer.tied_weight_attr)
 
@@ -232,7 +233,7 @@ class LayerStages(nn.Module):
 
     def _in_several_stages(
         self, names: Callable[[TiedLayerSpec], Iterable[str]]
-    ) -> dict[str, tuple[int, ...]]:
+    ) -> dict[str, Numbers]:
         """Return parameters of tied layers that are in several stages, with their stages."""
         stages: dict[str, set[int]] = {}
         for number, layer in enumerate(self._layer_specs):

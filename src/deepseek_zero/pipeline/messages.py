@@ -23,7 +23,7 @@ from ..base.errors import UsageError
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm
 from ..comm.pending import Pending
-from .schedule import PipelineSchedule, StageAction
+from .schedule import Numbers, PipelineSchedule, StageAction
 
 # int64: the number of tensors, then for each tensor its dtype, whether it is differentiated, its
 # number of dimensions, and its sizes
@@ -100,7 +100,7 @@ class StageLinks:
                 self.pairs[own] = found
 
 
-def groups_along_pp(mesh: Mesh, lots: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+def groups_along_pp(mesh: Mesh, lots: Sequence[Sequence[int]]) -> tuple[Numbers, ...]:
     """Return groups of world ranks that differ only in the coordinate along "pp".
 
     Args:
@@ -111,7 +111,7 @@ def groups_along_pp(mesh: Mesh, lots: Sequence[Sequence[int]]) -> tuple[tuple[in
     Returns:
         The world ranks of each group.
     """
-    groups: dict[tuple[int, ...], None] = {}
+    groups: dict[Numbers, None] = {}
     for rank in range(mesh.world_size):
         here = replace(mesh, rank=rank)
         at = here.coordinates["pp"]

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 from ..base.errors import NotBuiltError, UsageError, shown
 
+Bounds = tuple[int, ...]  # the first layer of each stage, then the number of layers
 METHODS = ("best", "uniform", "parameters", "type:REGEX")
 SLACK = 1.02  # tolerance in the balance of work that "best" accepts for a better balance of memory
 
@@ -38,7 +39,7 @@ class LayerCost:
 
 def partition(
     method: str, layers: Sequence[LayerCost], stages: int, in_flight: Sequence[int] | None = None
-) -> tuple[int, ...]:
+) -> Bounds:
     """Divide layers into stages, none of them empty.
 
     Args:
@@ -95,7 +96,7 @@ def partition(
     )
 
 
-def uniform(layers: int, stages: int) -> tuple[int, ...]:
+def uniform(layers: int, stages: int) -> Bounds:
     """Divide layers into stages of equal length; the first stages get the remainder.
 
     Args:
@@ -109,7 +110,7 @@ def uniform(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(stage * each + min(stage, more) for stage in range(stages + 1))
 
 
-def balanced(weights: Sequence[float], stages: int) -> tuple[int, ...]:
+def balanced(weights: Sequence[float], stages: int) -> Bounds:
     """Divide layers so that the largest total weight of a stage is minimal. No stage is empty.
 
     If several divisions are optimal, each stage in turn gets the weight that is nearest to the mean
@@ -156,7 +157,7 @@ def _smallest_bottleneck(bounds: Sequence[float], stages: int) -> float:
     return best[layers]
 
 
-def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int, ...]:
+def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> Bounds:
     """Return a division in which no stage weighs more than `most`, if there is one.
 
     Each stage is as close as possible to the mean of the remaining weight.
@@ -182,7 +183,7 @@ def _cut_to_fit(bounds: Sequence[float], stages: int, most: float) -> tuple[int,
     return (*found, layers)
 
 
-def _best(layers: Sequence[LayerCost], stages: int, in_flight: Sequence[int]) -> tuple[int, ...]:
+def _best(layers: Sequence[LayerCost], stages: int, in_flight: Sequence[int]) -> Bounds:
     """Minimize the memory of the fullest stage, with work balanced within `SLACK`."""
     work = _sums(layer.flops for layer in layers)
     if not work[-1]:

@@ -30,7 +30,7 @@ from .chain import Chain
 from .executor import PipelineExecutor, StepOutcome
 from .layers import Labelled, LayersStage, LayerStages
 from .messages import StageLinks
-from .schedule import PipelineSchedule, forward_only, make_schedule
+from .schedule import Numbers, PipelineSchedule, forward_only, make_schedule
 from .sharded_states import ShardedStates
 from .stage import MicroBatch, ModelStage, Stage, cut_chain, take_stages, tied_stages
 from .ties import Ties
@@ -51,13 +51,13 @@ class StagedModel:
     """
 
     stages: Sequence[Stage]
-    placement: tuple[int, ...]
+    placement: Numbers
     virtual: int
-    ties: Mapping[str, tuple[int, ...]]
+    ties: Mapping[str, Numbers]
     has_all_inputs: bool
 
     @property
-    def tied(self) -> tuple[int, ...]:
+    def tied(self) -> Numbers:
         """Return the stages that share a weight with another stage, ascending."""
         return tied_stages(self.ties)
 

@@ -13,7 +13,7 @@ import torch
 from ..base.mesh import Mesh
 from ..planner.pieces import PipelinePlan
 from .pipeline import StagedModel
-from .schedule import PipelineSchedule, Program, StageActionKind, make_schedule
+from .schedule import Numbers, PipelineSchedule, Program, StageActionKind, make_schedule
 from .stage import Cut, ModelStage
 
 
@@ -99,7 +99,7 @@ def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
 
 def _messages(
     cut: Cut, trained: Mapping[str, bool], compute: torch.dtype | None, sharers: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+) -> tuple[Numbers, Numbers]:
     """Return the bytes of the output and of its gradient at each boundary.
 
     A gradient is 0 if no parameter before the boundary is trained. `sharers` ranks share the tokens

@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 from ..base.errors import UsageError, shown
 
+Numbers = tuple[int, ...]  # of stages or ranks
+
 
 class StageActionKind(Enum):
     """Kinds of actions in a pipeline schedule, such as a forward, a send or a gather.
@@ -116,10 +118,10 @@ class PipelineSchedule:
 
     name: str
     micro_batches: int
-    placement: tuple[int, ...]
+    placement: Numbers
     programs: tuple[Program, ...]
-    in_flight: tuple[int, ...]
-    tied: tuple[int, ...] = ()
+    in_flight: Numbers
+    tied: Numbers = ()
 
     @property
     def ranks(self) -> int:
@@ -131,7 +133,7 @@ class PipelineSchedule:
         """Return the number of stages of the model."""
         return len(self.placement)
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_of(self, rank: int) -> Numbers:
         """Return the stages that a pipeline rank runs, ascending."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 

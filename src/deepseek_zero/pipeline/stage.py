@@ -23,7 +23,8 @@ from ..base.nested import Args
 from ..parallel.layers import Vocabulary
 from ..planner.split import set_copy
 from .chain import Chain, hold_back_caches
-from .partition import LayerCost, partition
+from .partition import Bounds, LayerCost, partition
+from .schedule import Numbers
 
 Received = tuple[Tensor, ...]
 
@@ -102,8 +103,8 @@ class Cut:
     """
 
     chain: Chain
-    bounds: tuple[int, ...]
-    owners: Mapping[str, tuple[int, ...]]
+    bounds: Bounds
+    owners: Mapping[str, Numbers]
 
     @property
     def stages(self) -> int:
@@ -111,7 +112,7 @@ class Cut:
         return len(self.bounds) - 1
 
     @property
-    def ties(self) -> dict[str, tuple[int, ...]]:
+    def ties(self) -> dict[str, Numbers]:
         """Return the parameters that several stages use, with the numbers of these stages."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
 
@@ -167,7 +168,7 @@ def cut_chain(
         saved = sum(part.saved for part in parts)
         layers.append(LayerCost(block.kind, trained, flops, states, saved))
     bounds = partition(method, layers, stages, in_flight)
-    owners: dict[str, tuple[int, ...]] = dict.fromkeys(params, ())
+    owners: dict[str, Numbers] = dict.fromkeys(params, ())
     for stage, (start, end) in enumerate(pairwise(bounds)):
         for name in set[str]().union(*used[start:end]):
             owners[name] += (stage,)
@@ -401,7 +402,7 @@ class ModelStage:
         return loss_of(output)
 
 
-def tied_stages(ties: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def tied_stages(ties: Mapping[str, Numbers]) -> Numbers:
     """Return the stages that share a parameter with another stage, ascending.
 
     Args:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm, ordered_sum
 from .messages import groups_along_pp
+from .schedule import Numbers
 
 TILE_NUMEL = 1 << 16  # elements of the fp32 scratch buffer of a sum
 
@@ -39,7 +40,7 @@ class Ties:
         world: Comm,
         mesh: Mesh,
         placement: Sequence[int],
-        stages: Mapping[str, tuple[int, ...]],
+        stages: Mapping[str, Numbers],
     ) -> None:
         """Create the communicator of the ranks that share a weight."""
         # Ranks in the order of their first stages

@@ -75,6 +75,7 @@ def poll_interval_of(cid: CollectiveId) -> float:
 
 Wait = Callable[[], None]
 Use = Callable[[Sequence[Tensor]], None]
+Inbox = Sequence[Tensor | None]  # receive buffers by rank; None to read a piece in place
 
 
 class Transport:
@@ -132,9 +133,7 @@ class Transport:
         """
         raise NotImplementedError
 
-    def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
-    ) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Inbox, cid: CollectiveId, use: Use) -> Wait:
         """Start to send `pieces[r]` to rank r, and to receive the piece of rank r into `inbox[r]`.
 
         Args:
@@ -252,9 +251,7 @@ class PointToPoint(Transport):
         own = slices[self.rank]
         return self.start({self.ranks[peer]: (own, slices[peer]) for peer in self.peers}, cid)
 
-    def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
-    ) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Inbox, cid: CollectiveId, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         messages = {self.ranks[peer]: (pieces[peer], received[peer]) for peer in self.peers}
         return once(self.start(messages, cid), lambda: use(received))
@@ -271,14 +268,12 @@ class SingleRank(Transport):
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
         return no_wait
 
-    def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
-    ) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Inbox, cid: CollectiveId, use: Use) -> Wait:
         use(pieces)
         return no_wait
 
 
-def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tensor]:
+def filled(inbox: Inbox, own: Tensor, rank: int) -> list[Tensor]:
     """Return the inbox of a copying transport, with this rank's own tensor in its place.
 
     Args:

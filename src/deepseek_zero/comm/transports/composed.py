@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ids import CollectiveId
-from .base import Transport, Use, Wait, filled, leave_in_place, once
+from .base import Inbox, Transport, Use, Wait, filled, leave_in_place, once
 from .shared_memory import HostPages, SharedMemory
 
 
@@ -44,9 +44,7 @@ class HostStaged(Transport):
         host.chunk(self.size)[self.rank].copy_(full.chunk(self.size)[self.rank])
         return once(self.host.all_gather(host, cid), lambda: full.copy_(host))
 
-    def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
-    ) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Inbox, cid: CollectiveId, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         incoming = [torch.empty_like(box, device="cpu") for box in received]
 
@@ -86,9 +84,7 @@ class Hierarchical(SharedMemory):
         inter_node = self.inter_node.all_gather(full, cid)  # First, because it may raise
         return once(super().all_gather(full, cid), inter_node)
 
-    def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
-    ) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Inbox, cid: CollectiveId, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         # First, because it raises if there is no room to begin. Nothing has been issued then.
         inter_node = self.inter_node.exchange(pieces, inbox, cid, leave_in_place)

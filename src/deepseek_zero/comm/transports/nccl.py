@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...base.mesh import PATIENCE
 from ..ids import CollectiveId, lane_of
-from .base import ConnectionLost, Transport, Use, Wait, filled, first_line, once
+from .base import ConnectionLost, Inbox, Transport, Use, Wait, filled, first_line, once
 
 BACKEND = "nccl"
 # One group each: within one group, a gather would wait for an earlier reduction
@@ -151,9 +151,7 @@ class Nccl(Transport):
             )
         return lambda: _nccl_wait(work)
 
-    def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
-    ) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Inbox, cid: CollectiveId, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         outgoing = list(pieces)
         incoming = list(received)

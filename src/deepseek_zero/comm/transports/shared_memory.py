@@ -38,6 +38,7 @@ from ..ids import CollectiveId, engine_of, tag_of
 from . import base
 from .base import (
     ConnectionLost,
+    Inbox,
     SymmetricMemory,
     Transport,
     Use,
@@ -481,9 +482,7 @@ class SharedMemory(Transport):
         boxes = {rank: slices[index] for rank, index in self.neighbours.items()}
         return self.pages.start(pieces, boxes, own, cid, leave_in_place)
 
-    def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use
-    ) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Inbox, cid: CollectiveId, use: Use) -> Wait:
         own = pieces[self.rank]
         sent = {}
         boxes = {}
