@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 Args = tuple[Any, ...]  # positional arguments
 Kwargs = dict[str, Any]  # keyword arguments
+Change = Callable[[Tensor], Tensor]
 FLATTEN = "__tensor_flatten__"  # method of torch's protocol for tensor subclasses
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Change) -> Any:
     """Replace each tensor in a value, changing mappings and objects in place.
 
     Modules are skipped. Objects that refer to themselves are visited once.
@@ -35,7 +36,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return _map(value, change, {})
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
+def _map(value: Any, change: Change, known: dict[int, Any]) -> Any:
     """Implement `map_tensors`.
 
     `known` maps the id of each visited object to its replacement, so cycles end and shared parts
@@ -60,9 +61,7 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], known: dict[int, Any]) 
     return known[key]
 
 
-def _map_mapping(
-    value: Mapping[Any, Any], change: Callable[[Tensor], Tensor], known: dict[int, Any]
-) -> Any:
+def _map_mapping(value: Mapping[Any, Any], change: Change, known: dict[int, Any]) -> Any:
     items = {key: _map(item, change, known) for key, item in value.items()}
     changed = {key: item for key, item in items.items() if item is not value[key]}
     if not changed:
@@ -74,7 +73,7 @@ def _map_mapping(
     return value
 
 
-def _map_sequence(value: Any, change: Callable[[Tensor], Tensor], known: dict[int, Any]) -> Any:
+def _map_sequence(value: Any, change: Change, known: dict[int, Any]) -> Any:
     items = [_map(item, change, known) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
@@ -119,7 +118,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for tensor in all_tensors(value) if tensor.requires_grad]
 
 
-def once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def once(change: Change) -> Change:
     """Return a function that calls `change` once for each tensor, and keeps its results."""
     known: dict[int, Tensor] = {}
 
@@ -150,7 +149,7 @@ def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
     return map_inputs(value, cast)
 
 
-def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_inputs(value: Any, change: Change) -> Any:
     """Return `value` with each tensor replaced, in new containers.
 
     Args:

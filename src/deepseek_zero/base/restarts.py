@@ -42,11 +42,6 @@ LONGEST_PAUSE = 0.25
 Rendezvous = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
-def uses_agent_store() -> bool:
-    """Return whether torchrun's agent keeps the store of this rank."""
-    return os.environ.get(AGENT_STORE) == "True"
-
-
 def separate_starts() -> None:
     """Make every rendezvous of this process agree on a fresh prefix.
 
@@ -64,7 +59,7 @@ def _with_fresh_prefix(original: Rendezvous) -> Rendezvous:
         url: str, timeout: timedelta = MEETING, **options: Any
     ) -> Iterator[tuple[Any, int, int]]:
         for store, rank, size in original(url, timeout=timeout, **options):
-            if uses_agent_store() and rank >= 0 and size > 0:
+            if os.environ.get(AGENT_STORE) == "True" and rank >= 0 and size > 0:
                 prefix = agree_on_prefix(store, rank, size, min(timeout, MEETING))
                 store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # public
             yield store, rank, size

@@ -485,7 +485,7 @@ def ask_mpi(environ: Environment, world: World) -> World:
                 (
                     place
                     for each in socket.getaddrinfo(name, None)
-                    if _is_far(place := str(each[4][0]))
+                    if not (place := str(each[4][0])).startswith(("127.", "::1", "fe80"))
                 ),
                 name,
             )
@@ -495,11 +495,6 @@ def ask_mpi(environ: Environment, world: World) -> World:
 
 
 _LONGEST_NAME = 256
-
-
-def _is_far(address: str) -> bool:
-    """Return whether other hosts can reach this one by an address."""
-    return not address.startswith(("127.", "::1", "fe80"))
 
 
 def _refuse_foreign_address(environ: Environment, world: World) -> None:

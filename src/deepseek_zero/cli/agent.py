@@ -121,9 +121,10 @@ class Meeting:
         """Open or reach the store; return its address and port."""
         plan = self.plan
         try:
-            sought = _resolved(plan.master_addr)
+            found = socket.getaddrinfo(plan.master_addr, None, type=socket.SOCK_STREAM)
         except OSError as error:
             raise self._no_meeting(error) from error
+        sought = str(found[0][4][0])
         host = sought if plan.node_rank > 0 else self._own_address(sought)
         try:
             if plan.node_rank > 0:
@@ -166,11 +167,6 @@ class Meeting:
             "a free one), or node 0 is not running there, or the address cannot be "
             "reached from here.",
         )
-
-
-def _resolved(host: str) -> str:
-    """Return the address of a host name."""
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _reach(host: str, port: int, secret: bytes, node: int) -> RendezvousStore:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def _facts(entry: CheckpointInfo) -> Facts:
         "saved_at": entry.saved_at,
         "num_bytes": entry.num_bytes,
         "complete": entry.is_complete,
-        "faults": [_fault(fault) for fault in entry.faults],
+        "faults": [asdict(fault) for fault in entry.faults],
     }
     layout = entry.layout
     facts["layout"] = layout.name if layout is not None else None
@@ -175,10 +176,8 @@ def _tensors(entry: CheckpointInfo) -> dict[str, Facts]:
     manifest = entry.manifest
     assert manifest is not None
     found = {
-        name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.parameters.items()
-    }
-    found |= {
-        name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.buffers.items()
+        name: {**facts, "states": [], "num_bytes": 0}
+        for name, facts in (manifest.parameters | manifest.buffers).items()
     }
     if entry.layout is not SLICES:
         return _foreign_tensors(entry, found)
@@ -296,14 +295,13 @@ def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
 
 def _verdict(entry: CheckpointInfo, faults: Sequence[Fault]) -> Facts:
     unknown = num_without_checksum(entry.manifest) if entry.manifest is not None else None
-    listed = [_fault(fault) for fault in faults]
     note = "" if faults else checksum_coverage(entry.folder)
     return {
         "tag": entry.tag,
         "good": not faults,
         "chunks_without_checksum": unknown,
         "note": note,
-        "faults": listed,
+        "faults": [asdict(fault) for fault in faults],
     }
 
 
@@ -332,10 +330,6 @@ def _print_faults(console: Console, faults: Sequence[Fault]) -> None:
             '  What to do: bring the files back from a copy, or load an older one (tag="newest" '
             "finds it)."
         )
-
-
-def _fault(fault: Fault) -> dict[str, str]:
-    return {"file": fault.file, "tensor": fault.tensor, "problem": fault.problem}
 
 
 # -- convert

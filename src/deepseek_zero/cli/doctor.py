@@ -81,13 +81,16 @@ class Finding:
     verdict: Severity = Severity.GOOD
 
 
+Findings = Iterator[Finding]
+
+
 def findings() -> list[Finding]:
     """Return all findings, in the order of the table."""
     machine = NodeMachine(host.allowed_cores(), gpus_of_this_machine(os.environ))
     return [
         Finding("python", platform.python_version(), "3.11 or newer is needed"),
         _torch(),
-        *_contributed(),
+        *(Finding(*row) for module in contributions(COMMANDS) for row in module.findings()),
         _world(),
         *_cpu(machine),
         _update_kernels(),
@@ -115,12 +118,6 @@ def _torch() -> Finding:
     return Finding("torch", torch.__version__, built)
 
 
-def _contributed() -> list[Finding]:
-    """Return the findings of packages above the core."""
-    modules = contributions(COMMANDS)
-    return [Finding(*row) for module in modules for row in module.findings()]
-
-
 def _world() -> Finding:
     """Report the rank and world of a script that is started here, and their source."""
     try:
@@ -143,7 +140,7 @@ def _world() -> Finding:
     )
 
 
-def _cpu(machine: NodeMachine) -> Iterator[Finding]:
+def _cpu(machine: NodeMachine) -> Findings:
     present = os.cpu_count() or machine.cores
     meaning = (
         "all of them"
@@ -174,7 +171,7 @@ def _update_kernels() -> Finding:
     )
 
 
-def _gpu_update_kernels() -> Iterator[Finding]:
+def _gpu_update_kernels() -> Findings:
     """Report the implementation of optimizer updates on the GPU."""
     if not torch.cuda.is_available():
         return
@@ -213,7 +210,7 @@ def _cgroup_memory() -> Finding:
     )
 
 
-def _nodes(machine: NodeMachine) -> Iterator[Finding]:
+def _nodes(machine: NodeMachine) -> Findings:
     """Report the NUMA nodes, and where update threads run and place pages."""
     nodes = host.THIS_HOST.nodes()
     listed = [f"node {number}: CPUs {host.format_cpus(cpus)}" for number, cpus in nodes.items()]
@@ -276,7 +273,7 @@ def _page_locking() -> Finding:
     )
 
 
-def _gpus(machine: NodeMachine) -> Iterator[Finding]:
+def _gpus(machine: NodeMachine) -> Findings:
     if not machine.gpus:
         yield Finding(
             "GPUs", "none", "training runs on the CPU; everything works, slower", Severity.NOTE
@@ -289,15 +286,11 @@ def _gpus(machine: NodeMachine) -> Iterator[Finding]:
         yield Finding(
             f"GPU {name}",
             properties.name,
-            f"{memory}, compute capability {_capability(index)}, {place}",
+            f"{memory}, compute capability {properties.major}.{properties.minor}, {place}",
         )
 
 
-def _capability(index: int) -> str:
-    return ".".join(map(str, torch.cuda.get_device_capability(index)))
-
-
-def _formats(machine: NodeMachine) -> Iterator[Finding]:
+def _formats(machine: NodeMachine) -> Findings:
     flags = host.THIS_HOST.cpu_flags()
     on_gpu = bool(machine.gpus)
     # Compute capability 8.0 (Ampere) added bf16 units; older GPUs emulate bf16, slower than fp16.
@@ -319,7 +312,7 @@ def _format(name: str, on_gpu: bool, gpu_has_it: bool, cpu_flags: list[str]) -> 
     )
 
 
-def _backends(machine: NodeMachine) -> Iterator[Finding]:
+def _backends(machine: NodeMachine) -> Findings:
     has_gloo = dist.is_available() and dist.is_gloo_available()
     has_nccl = dist.is_available() and dist.is_nccl_available()
     nccl_use = "connects ranks on GPUs" if machine.gpus else "only GPUs need it"
@@ -331,7 +324,7 @@ def _backends(machine: NodeMachine) -> Iterator[Finding]:
         yield Finding(name, "yes" if there else "no", use, severity)
 
 
-def _spaces() -> Iterator[Finding]:
+def _spaces() -> Findings:
     shared = "data loader workers and ranks of one machine exchange data here"
     if SHM.is_dir():
         yield _space("shared memory", SHM, MIN_SHM_GIB, shared)
@@ -370,7 +363,7 @@ def _limit(number: int) -> str:
     return "no limit" if number == resource.RLIM_INFINITY else str(number)
 
 
-def _grants() -> Iterator[Finding]:
+def _grants() -> Findings:
     """Report the capabilities of a run here, as far as one process can detect them."""
     found = memory.capabilities(keeps_freed=memory.keep_freed_memory())
     for directory in dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir()))):
@@ -386,7 +379,7 @@ def _grants() -> Iterator[Finding]:
         yield Finding(each.name, each.way, each.lacks or "the fastest method", verdict)
 
 
-def _default_launch(machine: NodeMachine) -> Iterator[Finding]:
+def _default_launch(machine: NodeMachine) -> Findings:
     nproc = machine.default_nproc
     threads = max(1, machine.cores // nproc)
     device = "one per GPU" if machine.gpus else "one per pair of CPU cores, at least one"

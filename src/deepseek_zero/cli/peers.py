@@ -197,15 +197,13 @@ class PeerWatch:
             if (
                 node != self._node
                 and self._store.check([f"{GONE}/{node}"])
-                and not self._has_posted_end(node)
+                and not self._store.check([f"{FINISHED_KEY}/{node}"])
+                and not self._store.check([FAILED_KEY])
             ):
                 self._failure_elsewhere = Outcome(
                     1, f"{self._names.get(node, f'node {node}')} has ended", ENDED_STORY
                 )
                 return
-
-    def _has_posted_end(self, node: int) -> bool:
-        return self._store.check([f"{FINISHED_KEY}/{node}"]) or self._store.check([FAILED_KEY])
 
     def _take_in(self, node: int, entry: dict[str, Any]) -> None:
         self._names[node] = host_and_ranks(entry["host"], entry["ranks"])

@@ -116,7 +116,7 @@ class _Running:
 
     def death_by_report(self) -> Death | None:
         report = read_report(self.error_file)
-        return Death(self.rank, report.exit_code, report.at, report) if report else None
+        return Death(self.rank, 1, report.at, report) if report else None
 
 
 @dataclass
@@ -348,13 +348,11 @@ class Report:
     Attributes:
         text: The error as the interpreter would print it.
         at: Time by `time.monotonic()`, which is the same clock for all processes of a machine.
-        exit_code: The rank's exit code.
         secondary: Whether the error blames another rank.
     """
 
     text: str
     at: float
-    exit_code: int
     secondary: bool
 
 
@@ -459,7 +457,6 @@ def read_report(path: Path) -> Report | None:
         return Report(
             text=message["extraInfo"]["py_callstack"],
             at=float(ours.get("at", reported_at)),
-            exit_code=int(ours.get("exit_code", 1)),
             secondary=bool(ours.get("secondary", False)),
         )
     except (OSError, ValueError, KeyError, TypeError):

@@ -137,7 +137,7 @@ def blames_a_peer(error: BaseException) -> bool:
     )
 
 
-def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at: float) -> None:
+def write_report(text: str, summary: str, *, secondary: bool, at: float) -> None:
     """Write the error file atomically, in torch elastic's layout with one more key.
 
     Without an error file, the text is written to standard error.
@@ -145,7 +145,6 @@ def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at
     Args:
         text: The error as the interpreter would print it.
         summary: The error in one line.
-        exit_code: The exit code of this rank.
         secondary: Whether the error blames another rank.
         at: Time of the error by `time.monotonic()`, by which the launcher orders failures.
     """
@@ -158,7 +157,7 @@ def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at
             "message": summary,
             "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
         },
-        "deepseek_zero": {"at": at, "exit_code": exit_code, "secondary": secondary},
+        "deepseek_zero": {"at": at, "secondary": secondary},
     }
     with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
         json.dump(report, file)
@@ -172,7 +171,7 @@ def _report_exception(error: BaseException, at: float) -> int:
     sys.last_value = error
     sys.last_traceback = error.__traceback__
     summary = "".join(traceback.format_exception_only(error)).strip()
-    write_report(_shown_text(error), summary, 1, secondary=blames_a_peer(error), at=at)
+    write_report(_shown_text(error), summary, secondary=blames_a_peer(error), at=at)
     return 1
 
 
@@ -180,7 +179,7 @@ def _report_exit(error: SystemExit, at: float) -> int:
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     # `sys.exit("message")`: Python prints the message and exits with 1, which every rank would do.
-    write_report(f"{error.code}\n", str(error.code), 1, secondary=False, at=at)
+    write_report(f"{error.code}\n", str(error.code), secondary=False, at=at)
     return 1
 
 

@@ -34,9 +34,6 @@ class WholeState:
         param: The parameter before it is sharded.
         values: The entries of the optimizer's `state` for it.
         dtype: The dtype of the parameter when the state was recorded.
-        param: The parameter before it is sharded.
-        values: The entries of the optimizer's `state` for it.
-        dtype: The dtype of the parameter when the state was recorded.
     """
 
     param: nn.Parameter

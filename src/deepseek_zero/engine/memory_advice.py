@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -205,49 +204,41 @@ class MemoryAdvice:
         return found[Tier.DEVICE] + (found[Tier.HOST] if plan.mesh.device.type == "cpu" else 0)
 
 
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
 def explain_uncaught(advice: MemoryAdvice) -> None:
     """Add an advice to the errors of failed allocations that end the program.
 
     It replaces the advice of an earlier call.
     """
-    _UNCAUGHT.explain(advice)
+    # Another hook may have replaced ours and call it, as the one of torch.distributed does
+    if not isinstance(sys.excepthook, _ExplainingHook):
+        sys.excepthook = _ExplainingHook(sys.excepthook, advice)
+    sys.excepthook.advice = weakref.ref(advice)
 
 
-ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+class _ExplainingHook:
+    """Adds an explanation to an error before the interpreter prints it.
 
+    Args:
+        before: The `sys.excepthook` that it replaces, and that prints the error.
+        advice: The source of the explanation.
+    """
 
-class _Uncaught:
-    """Adds an explanation to an error before the interpreter prints it."""
+    def __init__(self, before: ExceptHook, advice: MemoryAdvice) -> None:
+        self.before = before
+        self.advice = weakref.ref(advice)
 
-    def __init__(self) -> None:
-        self._advice: weakref.ref[MemoryAdvice] | None = None
-        self._hook: ExceptHook | None = None
-
-    def explain(self, advice: MemoryAdvice) -> None:
-        """Replace the advice, and install the exception hook if it is missing."""
-        self._advice = weakref.ref(advice)
-        if sys.excepthook is not self._hook:
-            # Another hook may have replaced ours and call it, as the one of torch.distributed does
-            self._hook = partial(self._explained, sys.excepthook)
-            sys.excepthook = self._hook
-
-    def _explained(
-        self,
-        before: ExceptHook,
-        kind: type[BaseException],
-        error: BaseException,
-        trace: TracebackType | None,
+    def __call__(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Explain an error; the replacement of `sys.excepthook`, which was `before`."""
-        advice = self._advice() if self._advice is not None else None
+        advice = self.advice()
         notes = getattr(error, "__notes__", ())
         is_explained = any(_PREDICTION in text for text in (str(error), *notes))
         if advice is not None and _is_of_allocation(error) and not is_explained:
             error.add_note(f"  {advice.text(error, 'outside the calls of the engine')}")
-        before(kind, error, trace)
-
-
-_UNCAUGHT = _Uncaught()
+        self.before(kind, error, trace)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -353,7 +353,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: The iteration after which the schedule starts.
     """
 
-    Settings: ClassVar[type[Any]] = WarmupDecaySettings
+    Settings = WarmupDecaySettings
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -385,7 +385,7 @@ class WarmupCosineLR(LRSchedule):
         last_batch_iteration: The iteration after which the schedule starts.
     """
 
-    Settings: ClassVar[type[Any]] = WarmupCosineSettings
+    Settings = WarmupCosineSettings
 
     def _prepare(self) -> None:
         self.warmup = _Warmup(self.settings)
@@ -431,7 +431,7 @@ class LRRangeTest(LRSchedule):
         last_batch_iteration: The iteration after which the schedule starts.
     """
 
-    Settings: ClassVar[type[Any]] = LRRangeTestSettings
+    Settings = LRRangeTestSettings
 
     def _prepare(self) -> None:
         self.min_lrs = self._per_group("lr_range_test_min_lr")
@@ -483,7 +483,7 @@ class OneCycle(LRSchedule):
         last_batch_iteration: The iteration after which the schedule starts.
     """
 
-    Settings: ClassVar[type[Any]] = OneCycleSettings
+    Settings = OneCycleSettings
 
     def _prepare(self) -> None:
         chosen = self.settings

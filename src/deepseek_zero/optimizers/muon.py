@@ -43,6 +43,7 @@ _GRAM_RESTART = 2
 # needs 12 % less at m = 2 n; below, it is not worth the squared spectrum.
 _GRAM_PAYS_FROM = 2
 
+Group = dict[str, Any]  # a parameter group
 _NOT_HIDDEN = frozenset({"lm_head", "head", "classifier", "score", "wte", "wpe"})
 
 
@@ -152,7 +153,7 @@ class Muon(Optimizer):
         return "element" if group.get("use_muon") is False else "tensor"
 
     @staticmethod
-    def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    def parameter_groups(model: nn.Module) -> list[Group]:
         """Return a model's trainable parameters as one group for Muon and one for AdamW.
 
         Args:
@@ -167,9 +168,7 @@ class Muon(Optimizer):
         )
 
     @staticmethod
-    def divide_groups(
-        model: nn.Module, groups: Iterable[Mapping[str, Any]]
-    ) -> list[dict[str, Any]]:
+    def divide_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[Group]:
         """Divide each group without `use_muon` into hidden matrices and the rest.
 
         The other settings of a group are kept. If a parameter has an attribute `use_muon`, the
@@ -188,7 +187,7 @@ class Muon(Optimizer):
         outer = tables | {
             id(parameter) for name, parameter in model.named_parameters() if _is_outer(name)
         }
-        divided: list[dict[str, Any]] = []
+        divided: list[Group] = []
         for group in groups:
             if group.get("use_muon") is not None:
                 divided.append(dict(group))
@@ -199,7 +198,7 @@ class Muon(Optimizer):
                     divided.append({**group, "params": members, "use_muon": kind})
         return divided
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group.
 
         A group without the key `use_muon` is divided into one for Muon and one for AdamW.
@@ -257,7 +256,7 @@ class Muon(Optimizer):
                 self._muon(parameter, group)
         return loss
 
-    def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _muon(self, parameter: Tensor, group: Group) -> None:
         state = self.state[parameter]
         grad = parameter.grad
         assert grad is not None
@@ -273,7 +272,7 @@ class Muon(Optimizer):
         parameter.mul_(1 - lr * group["weight_decay"])
         parameter.add_(direction.reshape(parameter.shape), alpha=-lr * factor_of(matrices))
 
-    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _adamw(self, parameters: list[Tensor], group: Group) -> None:
         if not parameters:
             return
         states = [self.state[parameter] for parameter in parameters]

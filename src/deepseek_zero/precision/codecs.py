@@ -135,9 +135,7 @@ class Blocks:
         """
         return numel * self.bits // 8 + numel // self.block * torch.float32.itemsize
 
-    def nbytes(self, numel: int) -> int:
-        """Return the size of a message of `numel` values, in bytes."""
-        return self.length(numel)
+    nbytes = length  # an element of a message is a byte
 
     def encode(self, values: Tensor, message: Tensor, scratch: Tensor, start: int = 0) -> None:
         """Write values into a message.
@@ -342,9 +340,7 @@ class Signs:
         """Return the bytes of a message of `numel` values, a multiple of 32."""
         return numel // 8 + torch.float32.itemsize
 
-    def nbytes(self, numel: int) -> int:
-        """Return the size of a message of `numel` values, in bytes."""
-        return self.length(numel)
+    nbytes = length  # an element of a message is a byte
 
     def encode(self, values: Tensor, message: Tensor, count: int) -> None:
         """Write values into a message.

@@ -18,7 +18,7 @@ from deepseek_zero.cli.worker import blames_a_peer
 
 
 def report(at: float, *, secondary: bool = False) -> Report:
-    return Report("Traceback ...\nValueError: x\n", at, 1, secondary)
+    return Report("Traceback ...\nValueError: x\n", at, secondary)
 
 
 RAISED_FIRST = Death(0, 1, at=10.9, report=report(10.0))
@@ -73,7 +73,7 @@ def test_torchs_own_error_file_is_read_too(tmp_path: Path) -> None:
     file.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}}))
     found = read_report(file)
     assert found is not None and abs(time.monotonic() - 12 - found.at) < 2
-    assert found == Report("Traceback", found.at, 1, False)
+    assert found == Report("Traceback", found.at, False)
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,6 @@ def _pin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor if _is_cpu() else tensor.pin_memory()
 
 
-def _on_accelerator(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == default_device().type
-
-
 # Functions for both kinds of device
 SHARED: dict[str, Callable[..., Any]] = {
     "device_name": lambda device_index=None: _device_of(default_device().type, device_index),
@@ -66,7 +62,7 @@ SHARED: dict[str, Callable[..., Any]] = {
     "is_triton_supported": lambda: False,  # this library has no triton kernels
     "pin_memory": _pin,
     "is_pinned": lambda tensor: tensor.is_pinned(),
-    "on_accelerator": _on_accelerator,
+    "on_accelerator": lambda tensor: tensor.device.type == default_device().type,
     "op_builder_dir": lambda: "deepspeed.ops.op_builder",
     "visible_devices_envs": lambda: ["CUDA_VISIBLE_DEVICES"],
     "export_envs": lambda: ["NCCL", "LD_LIBRARY", "PATH"],

@@ -339,12 +339,11 @@ class TPPlanConverter:
                 f"HuggingFace tp_plan contains unsupported partition style(s): {unknown}.  State "
                 "tensor_parallel.partition_config for this model instead."
             )
-        return [
-            TPLayerSpec(
-                [_of_weights(TPPlanConverter._wildcard_to_regex(pattern))], **STYLES[style.lower()]
-            )
-            for pattern, style in hf_tp_plan.items()
-        ] or None
+        specs = []
+        for pattern, style in hf_tp_plan.items():
+            weight = TPPlanConverter._wildcard_to_regex(f"{pattern.removesuffix('.weight')}.weight")
+            specs.append(TPLayerSpec([f"{weight}$"], **STYLES[style.lower()]))
+        return specs or None
 
     @staticmethod
     def _wildcard_to_regex(pattern: str) -> str:
@@ -364,7 +363,3 @@ def _get_hf_tp_plan(model: Any) -> dict[str, str] | None:
             if not any(pattern == known or pattern.endswith(f".{known}") for known in found):
                 found[pattern] = style
     return found or None
-
-
-def _of_weights(regex: str) -> str:
-    return regex.removesuffix(r"\.weight") + r"\.weight$"

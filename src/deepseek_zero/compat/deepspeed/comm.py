@@ -10,9 +10,9 @@ Users import it as `deepseek_zero.comm`. Engines have their own collectives (com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -212,12 +212,6 @@ def get_all_ranks_from_group(group: Any = None) -> Sequence[int]:
 # -- the log of collectives
 
 
-class _Calls:
-    """The CommsLogger of this process, which is created on first use."""
-
-    logger: ClassVar[Any] = None
-
-
 def configure(
     deepspeed_config: Any = None,
     enabled: bool | None = None,
@@ -254,10 +248,10 @@ def configure(
             setattr(_comms_logger(), name, value)
 
 
+@cache
 def _comms_logger() -> Any:
-    if _Calls.logger is None:
-        _Calls.logger = import_module(f"{__package__}.comms_logging").CommsLogger()
-    return _Calls.logger
+    """Return the CommsLogger of this process, which is created on first use."""
+    return import_module(f"{__package__}.comms_logging").CommsLogger()
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
@@ -350,8 +344,8 @@ def _recorded(name: str) -> Callable[..., Any]:
         debug: Any = None,
         **kwargs: Any,
     ) -> Any:
-        logger = _Calls.logger
-        if logger is None or not logger.wants(log_name or name, prof):
+        logger = _comms_logger()
+        if not logger.wants(log_name or name, prof):
             return made(*args, **kwargs)
         return logger.timed(made, name, log_name or name, args, kwargs)
 

@@ -16,6 +16,8 @@ from torch import Tensor, optim
 from ...base.errors import UsageError
 from ...optimizers.common import evaluated
 
+Fields = dict[str, Any]  # of a parameter group, or of the state of a parameter
+
 
 class _CpuSteps(optim.Optimizer):
     """Methods that DeepSpeed's CPU optimizers have and torch's do not."""
@@ -79,7 +81,7 @@ class _CpuSteps(optim.Optimizer):
             UsageError: The subgroup has no step to undo. The class is a RuntimeError.
         """
         loss = evaluated(closure)
-        state: dict[str, Any] = self.state.get(sub_group_id, {})  # type: ignore[call-overload]
+        state: Fields = self.state.get(sub_group_id, {})  # type: ignore[call-overload]
         if not state:
             raise UsageError(
                 f"Cannot rollback optimizer state for sub_group_id {sub_group_id} as it has not "
@@ -90,7 +92,7 @@ class _CpuSteps(optim.Optimizer):
             self._undo(group, param, state, sub_group_id)
         return loss
 
-    def _trained(self) -> list[tuple[dict[str, Any], Tensor]]:
+    def _trained(self) -> list[tuple[Fields, Tensor]]:
         """Return the parameters that have a gradient, with their groups."""
         return [
             (group, param)
@@ -102,7 +104,7 @@ class _CpuSteps(optim.Optimizer):
     def _dtype(self, param: Tensor) -> torch.dtype:
         return torch.float32 if self.fp32_optimizer_states else param.dtype
 
-    def _update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+    def _update(self, group: Fields, param: Tensor, state: Fields) -> None:
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             for name in ("exp_avg", "exp_avg_sq"):
@@ -121,9 +123,7 @@ class _CpuSteps(optim.Optimizer):
             weight = weight * (1 - group["lr"] * group["weight_decay"])
         param.copy_(weight - self._change(group, state))
 
-    def _undo(
-        self, group: dict[str, Any], param: Tensor, state: dict[str, Any], number: int
-    ) -> None:
+    def _undo(self, group: Fields, param: Tensor, state: Fields, number: int) -> None:
         if state["step"] <= 0:
             raise UsageError(
                 f"Cannot rollback sub_group_id {number}: step count is 0",
@@ -140,13 +140,13 @@ class _CpuSteps(optim.Optimizer):
         state["step"] -= 1
         param.copy_(weight)
 
-    def _direction(self, group: dict[str, Any], param: Tensor, weight: Tensor) -> Tensor:
+    def _direction(self, group: Fields, param: Tensor, weight: Tensor) -> Tensor:
         """Return the fp32 gradient, including the weight decay of plain Adam."""
         assert param.grad is not None
         decay = 0.0 if self.adam_w_mode else group["weight_decay"]
         return param.grad.float() + decay * weight if decay else param.grad.float()
 
-    def _change(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+    def _change(self, group: Fields, state: Fields) -> Tensor:
         """Return the fp32 amount that a step with these moments subtracts from the weight."""
         (beta1, beta2), steps = group["betas"], float(state["step"])
         first, second = (1 - beta1**steps, 1 - beta2**steps) if self.bias_correction else (1.0, 1.0)

@@ -50,10 +50,6 @@ def _groups(engine: Engine) -> list[dict[str, Any]]:
     return engine.optimizer.param_groups if engine.optimizer is not None else []
 
 
-def _mom(engine: Engine) -> list[Any]:
-    return [group.get("momentum", group.get("betas", 0.0)) for group in _groups(engine)]
-
-
 def _offload(section: Any) -> Any:
     """Return the section, or None if it offloads nothing, as DeepSpeed does."""
     return section if section.device != "none" else None
@@ -280,7 +276,10 @@ COMPUTED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         _optimizer_name,
         "Return the configured name of the optimizer, or else its class name.",
     ),
-    "get_mom": (_mom, "Return the momentum or betas of each parameter group."),
+    "get_mom": (
+        lambda e: [group.get("momentum", group.get("betas", 0.0)) for group in _groups(e)],
+        "Return the momentum or betas of each parameter group.",
+    ),
     "get_type": (
         lambda e: [group.get("type") for group in _groups(e)],
         "Return the entry `type` of each parameter group.",

@@ -544,62 +544,55 @@ class _Kind(type):
     There is a single optimizer class, so isinstance() depends on the settings of its engine.
     """
 
-    fits: Callable[[int, PlanSettings], bool]
+    fits: Callable[[PlanSettings], bool]
 
     def __instancecheck__(cls, instance: object) -> bool:
-        if not isinstance(instance, NamedOptimizer):
-            return False
-        settings = instance.runtime.settings
-        return cls.fits(settings.stage, settings)
+        return isinstance(instance, NamedOptimizer) and cls.fits(instance.runtime.settings)
 
 
-def _kind(name: str, text: str, fits: Callable[[int, PlanSettings], bool]) -> _Kind:
-    """Return one of DeepSpeed's classes.
+class DeepSpeedZeroOptimizer(metaclass=_Kind):
+    """isinstance() is true for optimizers of stages 1 and 2."""
 
-    `fits` returns whether an optimizer with a ZeRO stage and settings is an instance.
-    """
-    return _Kind(
-        name,
-        (),
-        {"__doc__": text, "__module__": __name__, "fits": staticmethod(fits)},
+    fits = staticmethod(lambda settings: settings.stage in (1, 2))
+
+
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
+    """isinstance() is true for optimizers of stage 3."""
+
+    fits = staticmethod(lambda settings: settings.stage == 3)
+
+
+class FP16_Optimizer(metaclass=_Kind):
+    """isinstance() is true for fp16 optimizers of stage 0."""
+
+    fits = staticmethod(
+        lambda settings: settings.stage == 0 and settings.policy.compute is torch.float16
     )
 
 
-DeepSpeedZeroOptimizer = _kind(
-    "DeepSpeedZeroOptimizer",
-    "isinstance() is true for optimizers of stages 1 and 2.",
-    lambda stage, settings: stage in (1, 2),
-)
-DeepSpeedZeroOptimizer_Stage3 = _kind(
-    "DeepSpeedZeroOptimizer_Stage3",
-    "isinstance() is true for optimizers of stage 3.",
-    lambda stage, settings: stage == 3,
-)
-FP16_Optimizer = _kind(
-    "FP16_Optimizer",
-    "isinstance() is true for fp16 optimizers of stage 0.",
-    lambda stage, settings: stage == 0 and settings.policy.compute is torch.float16,
-)
 # In DeepSpeed these are optimizers without a fused kernel, and no optimizer here has one.
-FP16_UnfusedOptimizer = _kind(
-    "FP16_UnfusedOptimizer",
-    "isinstance() is true for 16-bit optimizers of stage 0.",
-    lambda stage, settings: (
-        stage == 0 and settings.policy.compute in (torch.float16, torch.bfloat16)
-    ),
-)
-BF16_Optimizer = _kind(
-    "BF16_Optimizer",
+class FP16_UnfusedOptimizer(metaclass=_Kind):
+    """isinstance() is true for 16-bit optimizers of stage 0."""
+
+    fits = staticmethod(
+        lambda settings: (
+            settings.stage == 0 and settings.policy.compute in (torch.float16, torch.bfloat16)
+        )
+    )
+
+
+class BF16_Optimizer(metaclass=_Kind):
     """isinstance() is true for some bf16 optimizers of stages 0 and 1.
 
     At stage 1 gradients must be accumulated in fp32 and nothing may be offloaded.
-    """,
-    lambda stage, settings: (
-        settings.policy.compute is torch.bfloat16
-        and (stage == 0 or (stage == 1 and _sums_wide(settings)))
-    ),
-)
+    """
 
-
-def _sums_wide(settings: PlanSettings) -> bool:
-    return settings.policy.accumulate is torch.float32 and settings.state_tier is Tier.DEVICE
+    @staticmethod
+    def fits(settings: PlanSettings) -> bool:
+        """Return whether an optimizer with these settings is an instance."""
+        if settings.policy.compute is not torch.bfloat16:
+            return False
+        is_wide = settings.policy.accumulate is torch.float32
+        return settings.stage == 0 or (
+            settings.stage == 1 and is_wide and settings.state_tier is Tier.DEVICE
+        )

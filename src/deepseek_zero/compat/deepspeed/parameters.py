@@ -253,17 +253,11 @@ class _View:
 
     def __get__(self, param: nn.Parameter | None, kind: type) -> Any:
         owner = owner_of(param) if param is not None else None
-        sharded = isinstance(owner, InitShard) or (
-            isinstance(owner, ParamGroup) and _stage(owner) == 3
-        )
-        if param is None or not sharded:
+        runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
+        is_third = runtime is not None and runtime.settings.stage == 3
+        if param is None or not (isinstance(owner, InitShard) or is_third):
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
         return self.read(owner, param)
-
-
-def _stage(owner: ParamGroup) -> int | None:
-    runtime = owner.runtime()
-    return runtime.settings.stage if runtime is not None else None
 
 
 _needed_by: set[int] = set()

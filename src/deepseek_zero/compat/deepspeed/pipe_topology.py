@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from . import comm
 
+RankLists = list[list[int]]
+
 
 class ProcessTopology:
     """Map coordinates on named axes to ranks.
@@ -87,7 +89,7 @@ class ProcessTopology:
             raise ValueError(f"rank {rank} not found in topology.")
         return self._coords[rank]
 
-    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+    def get_axis_comm_lists(self, axis: str) -> RankLists:
         """Return the groups of ranks that differ only on one axis."""
         if axis not in self.axes:
             return []
@@ -210,25 +212,15 @@ class PipelineParallelGrid:
         self.pp_group = self._own(self.pipe_groups)
         self.slice_group = self._own(self.model_groups)
         self.ds_model_group = self._own(self.ds_model_groups)
-        self.p2p_groups = self._pairs()
         self._made: dict[str, Any] = {}
 
-    def _lists(self, axis: str) -> list[list[int]]:
+    def _lists(self, axis: str) -> RankLists:
         return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
 
-    def _own(self, groups: list[list[int]]) -> list[int]:
+    def _own(self, groups: RankLists) -> list[int]:
         return next(ranks for ranks in groups if self.global_rank in ranks)
 
-    def _pairs(self) -> list[list[int]]:
-        """Return each rank's pair with the rank of the next stage, cyclically."""
-        pairs = [
-            pair
-            for ranks in self.pipe_groups
-            for pair in zip(ranks, ranks[1:] + ranks[:1], strict=True)
-        ]
-        return [list(pair) for pair in sorted(pairs)]
-
-    def _group(self, name: str, groups: list[list[int]]) -> Any:
+    def _group(self, name: str, groups: RankLists) -> Any:
         if name not in self._made:
             if not dist.is_initialized():
                 return None
@@ -277,7 +269,7 @@ class PipelineParallelGrid:
         }
         if kind not in kinds or name != f"get_{kind}_parallel_{what}":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        groups: list[list[int]] = vars(self)[kinds[kind]]
+        groups: RankLists = vars(self)[kinds[kind]]
         functions = {
             "group": lambda: self._group(kind, groups),
             "world_size": lambda: len(self._own(groups)),

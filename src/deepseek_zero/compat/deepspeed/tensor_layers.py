@@ -33,6 +33,7 @@ from . import groups
 from .autotp import AutoTPMeta, get_shard_size_list
 from .tensor_checkpoint_info import INFO, collect_autotp_universal_checkpoint_info, mark
 
+Params = Iterable[Tensor | None]
 Parts = Sequence[Sequence[int]]  # for each part of a dimension, its width on each rank
 Spec = tuple[Any, ...]  # shape of a fused parameter, in which a dimension may be a tuple of sizes
 
@@ -349,7 +350,7 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
             return split_by((outputs,), 0, self._parts) if self.cuts_bias else None
         return split_by(self._orig_weight_shape, self.partition_dim, self._parts)
 
-    def _cut_params(self, params: Iterable[Tensor | None]) -> Iterator[tuple[Tensor, Split]]:
+    def _cut_params(self, params: Params) -> Iterator[tuple[Tensor, Split]]:
         """Yield those of the layer's parameters that are split, with their splits."""
         for param in params:
             if param is not None and (split := self._split_of(param)) is not None:
@@ -379,7 +380,7 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
         return None
 
     @torch.no_grad()
-    def gather_params(self, params_list: Iterable[Tensor | None]) -> None:
+    def gather_params(self, params_list: Params) -> None:
         """All-gather parameters of the layer, until `_tp_partition`.
 
         Note:
@@ -389,7 +390,7 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
             gather_part(param, split, self.mp_group)
 
     @torch.no_grad()
-    def _tp_partition(self, params_list: Iterable[Tensor | None]) -> None:
+    def _tp_partition(self, params_list: Params) -> None:
         """Replace parameters by this rank's shards."""
         for param, split in self._cut_params(params_list):
             cut_part(param, split, self.tp_index)
@@ -811,7 +812,7 @@ def _parts_of(split: Split | None) -> tuple[list[list[int]], Spec | None]:
     return widths, tuple(sizes) if len(widths) > 1 else None
 
 
-def _cut_params(params: Iterable[Tensor | None]) -> Iterator[tuple[Tensor, Split]]:
+def _cut_params(params: Params) -> Iterator[tuple[Tensor, Split]]:
     for param in params:
         split = split_of(param) if param is not None else None
         if param is not None and split is not None and split.kind == "split":
@@ -819,12 +820,12 @@ def _cut_params(params: Iterable[Tensor | None]) -> Iterator[tuple[Tensor, Split
 
 
 @torch.no_grad()
-def _gather_along_tp(params: Iterable[Tensor | None]) -> None:
+def _gather_along_tp(params: Params) -> None:
     for param, split in _cut_params(params):
         gather_part(param, split, groups.get_tensor_model_parallel_group())
 
 
 @torch.no_grad()
-def _cut_along_tp(params: Iterable[Tensor | None]) -> None:
+def _cut_along_tp(params: Params) -> None:
     for param, split in _cut_params(params):
         cut_part(param, split, groups.get_tensor_model_parallel_rank())

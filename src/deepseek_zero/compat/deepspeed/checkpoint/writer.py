@@ -51,6 +51,7 @@ from .reader import (
 )
 
 Groups = Sequence[Sequence[str]]  # names of the parameters in each group of the optimizer
+State = dict[str, Any]  # a dictionary of a file
 
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout is written
 # DeepSpeed's default: stage 3 starts a new flat tensor when a rank's part has this many elements.
@@ -152,7 +153,7 @@ def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, ra
         _save(param_groups, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
-def _config(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
+def _config(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> State:
     """Return the ds_config entry, which identifies the save and rank of a file.
 
     DeepSpeed does not read it.
@@ -241,7 +242,7 @@ def convert_to_deepspeed(
 
 def _model_state(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Groups
-) -> dict[str, Any]:
+) -> State:
     """Return one rank's model file as a dictionary with DeepSpeed's keys."""
     manifest = source.manifest
     trainer = source.plain["trainer"]
@@ -281,7 +282,7 @@ def _curriculum(position: Any) -> Any:
     return position.get("curriculum") if isinstance(position, Mapping) else None
 
 
-def _client(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
+def _client(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> State:
     """Return the caller's client_state for the dictionary of a model file.
 
     Raises:
@@ -361,7 +362,7 @@ def _numels(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, int]:
     return {name: prod(source.manifest.parameters[name]["shape"]) for name in names}
 
 
-def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
+def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> State:
     """Return the counters of a parameter group.
 
     The files have one set of counters for each group: that of its parameter with the most updates.
@@ -387,7 +388,7 @@ def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, Any]:
+def _group(source: OpenCheckpoint, number: int, params: list[int]) -> State:
     """Return a group's hyper-parameters with neutral implementation options."""
     saved = source.plain["groups"][number] if source.plain["groups"] else {}
     kept = {key: value for key, value in saved.items() if key not in IMPLEMENTATION_OPTIONS}
@@ -395,9 +396,7 @@ def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, 
     return {"bias_correction": True, **kept, **how, "params": params}
 
 
-def _flat(
-    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Groups
-) -> dict[str, Any]:
+def _flat(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Groups) -> State:
     """Return the optimizer state of stages 1 and 2.
 
     Each group is concatenated, padded at the end, and cut into equal parts.
@@ -465,7 +464,7 @@ class _Vector:
             _fill(self.source, (kind, name, key), cut, values[at:])
         return values
 
-    def states(self, names: Sequence[str]) -> dict[str, Any]:
+    def states(self, names: Sequence[str]) -> State:
         """Return the optimizer states of a group of parameters; {} if there are none."""
         keys = dict.fromkeys(key for name in names for key in self.source.values.keys(MOMENT, name))
         moments = {key: self.of(MOMENT, key) for key in keys}
@@ -494,7 +493,7 @@ def _sub_groups(
 
 def _partitioned(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Groups
-) -> dict[str, Any]:
+) -> State:
     """Return the optimizer state of stage 3.
 
     Each parameter is padded and cut separately, and a rank's parts are concatenated.
@@ -520,7 +519,7 @@ def _partitioned(
     }
 
 
-def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups) -> dict[str, Any]:
+def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups) -> State:
     """Return the optimizer entry of stage 0, which is the inner optimizer's state.
 
     Below fp32 it includes the main weights of the trained parameters.
@@ -530,8 +529,8 @@ def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups)
         names = source.manifest.extra.get("names") or {}
         everything = source.manifest.parameters
         groups = [[name for name, first in names.items() if name == first and name in everything]]
-    states: dict[int, dict[str, Any]] = {}
-    param_groups: list[dict[str, Any]] = []
+    states: dict[int, State] = {}
+    param_groups: list[State] = []
     masters: list[list[Tensor]] = []
     count = 0
     for number, group in enumerate(groups):
@@ -562,7 +561,7 @@ def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups)
     }
 
 
-def _scaler(source: OpenCheckpoint, layout: DeepSpeedTarget) -> dict[str, Any]:
+def _scaler(source: OpenCheckpoint, layout: DeepSpeedTarget) -> State:
     """Return the loss scaler as DeepSpeed's object, which stage 3 requires."""
     saved = source.plain["trainer"].get("scaler") or {}
     is_dynamic = bool(saved.get("dynamic", False))
@@ -610,7 +609,7 @@ class _Pickler(pickle._Pickler):  # the Python implementation, whose methods can
 _PICKLE: Any = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
-def _save(state: dict[str, Any], path: Path) -> None:
+def _save(state: State, path: Path) -> None:
     """Write a file with torch.save, with stand-ins pickled as DeepSpeed's classes.
 
     Raises:

@@ -7,11 +7,13 @@ from typing import Any
 
 from ....base.errors import UsageError
 
+Section = dict[str, Any]
+
 # Defaults, which also give the types of the values
 SECTION = {"enabled": False, "seed": 1234}
 SAMPLING = {"enabled": False, "num_epochs": 1000, "num_workers": 0, "pin_memory": False}
 ROUTING = {"enabled": False}
-BATCHING: dict[str, Any] = {
+BATCHING: Section = {
     "enabled": False,
     "lr_scaling_method": "linear",
     "min_batch_size": 1,
@@ -21,7 +23,7 @@ BATCHING: dict[str, Any] = {
 }
 
 
-def get_data_efficiency_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+def get_data_efficiency_config(param_dict: Mapping[str, Any]) -> Section:
     """Return the section `data_efficiency` of a configuration with all defaults.
 
     Args:
@@ -42,7 +44,7 @@ def get_data_efficiency_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "data_sampling": sampling, "data_routing": routing}
 
 
-def _section(given: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _section(given: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> Section:
     part = given.get(name, {})
     if not isinstance(part, Mapping):
         raise UsageError(
@@ -51,7 +53,7 @@ def _section(given: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -
     return {**part} | {key: type(own)(part.get(key, own)) for key, own in defaults.items()}
 
 
-def _curriculum(given: dict[str, Any]) -> dict[str, Any]:
+def _curriculum(given: Section) -> Section:
     if not given.get("enabled", False):
         return {"enabled": False}
     if not isinstance(given.get("curriculum_metrics"), Mapping) or not given["curriculum_metrics"]:
@@ -63,7 +65,7 @@ def _curriculum(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "enabled": True}
 
 
-def _batching(given: dict[str, Any]) -> dict[str, Any]:
+def _batching(given: Section) -> Section:
     if given.get("enabled", False) and "max_tokens" not in given:
         raise UsageError(
             "Dynamic batching is enabled, so max_tokens must be specified.", fix="state max_tokens."
@@ -71,6 +73,6 @@ def _batching(given: dict[str, Any]) -> dict[str, Any]:
     return {**BATCHING, **given}
 
 
-def _random_ltd(given: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"enabled": False, "layer_token_lr_schedule": {"enabled": False}}
+def _random_ltd(given: Section) -> Section:
+    found: Section = {"enabled": False, "layer_token_lr_schedule": {"enabled": False}}
     return found | given | {"enabled": True} if given.get("enabled", False) else found

@@ -21,6 +21,7 @@ from ....base.errors import UsageError
 from ....base.given import refuse_url
 
 Array = np.ndarray[Any, Any]
+FilePath = str | os.PathLike[str]
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<9sQBQQ")
@@ -51,7 +52,7 @@ class MMapIndexedDataset:
         UsageError: A file is missing, has the wrong format or is truncated.
     """
 
-    def __init__(self, path: str | os.PathLike[str], skip_warmup: bool = False) -> None:
+    def __init__(self, path: FilePath, skip_warmup: bool = False) -> None:
         self._path = os.fspath(path)
         if not self.exists(self._path):
             raise UsageError(
@@ -79,7 +80,7 @@ class MMapIndexedDataset:
         )
 
     @staticmethod
-    def exists(path: str | os.PathLike[str]) -> bool:
+    def exists(path: FilePath) -> bool:
         """Return whether both files of a dataset exist."""
         name = os.fspath(path)
         return os.path.exists(index_file_path(name)) and os.path.exists(data_file_path(name))
@@ -139,7 +140,7 @@ class MMapIndexedDatasetBuilder:
         UsageError: The dtype is not supported.
     """
 
-    def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64) -> None:
+    def __init__(self, out_file: FilePath, dtype: Any = np.int64) -> None:
         self._dtype = np.dtype(dtype)
         if self._dtype not in _DTYPES:
             names = ", ".join(np.dtype(each).name for each in _DTYPES)
@@ -167,7 +168,7 @@ class MMapIndexedDatasetBuilder:
         """End the current document after the rows that were added so far."""
         self._doc_idx.append(len(self._sizes))
 
-    def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
+    def merge_file_(self, another_file: FilePath) -> None:
         """Append the rows of another dataset.
 
         Raises:
@@ -182,7 +183,7 @@ class MMapIndexedDatasetBuilder:
         self.add_items(other[:])
         self._doc_idx += [before + int(bound) for bound in other.doc_idx[1:]]
 
-    def finalize(self, index_file: str | os.PathLike[str]) -> None:
+    def finalize(self, index_file: FilePath) -> None:
         """Write the index file, and close it and the data file."""
         self._data_file.close()
         sizes = np.array(self._sizes, np.int64)
@@ -212,9 +213,7 @@ def find_fit_int_dtype(min_value: int, max_value: int) -> Any:
     return np.uint64 if min_value >= 0 else np.int64
 
 
-def create_mmap_dataset_builder(
-    fname: str | os.PathLike[str], dtype: Any
-) -> MMapIndexedDatasetBuilder:
+def create_mmap_dataset_builder(fname: FilePath, dtype: Any) -> MMapIndexedDatasetBuilder:
     """Return a builder for the dataset `fname`.
 
     Args:
@@ -227,9 +226,7 @@ def create_mmap_dataset_builder(
     return MMapIndexedDatasetBuilder(data_file_path(os.fspath(fname)), dtype)
 
 
-def close_mmap_dataset_builder(
-    builder: MMapIndexedDatasetBuilder, fname: str | os.PathLike[str]
-) -> None:
+def close_mmap_dataset_builder(builder: MMapIndexedDatasetBuilder, fname: FilePath) -> None:
     """End the document and write the index of the dataset `fname`.
 
     Args:
