@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 REMOTE_DISTANCE = 20  # the kernel's distance of two nodes that are not in one socket
@@ -199,16 +200,9 @@ def parse_cpus(text: str) -> frozenset[int]:
 def format_cpus(cpus: Collection[int]) -> str:
     """Return CPUs as a list in the kernel's format."""
     parts = []
-    ordered = sorted(cpus)
-    start = 0
-    for stop in range(1, len(ordered) + 1):
-        if stop < len(ordered) and ordered[stop] == ordered[stop - 1] + 1:
-            continue
-        first = ordered[start]
-        last = ordered[stop - 1]
-        part = str(first) if first == last else f"{first}-{last}"
-        parts.append(part)
-        start = stop
+    for _, run in groupby(enumerate(sorted(cpus)), lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]  # consecutive
+        parts.append("-".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))))
     return ",".join(parts)
 
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 
 from .log import logger
 from .quantities import format_bytes, format_count, format_seconds
@@ -54,12 +53,7 @@ class LongWork:
     def __enter__(self) -> LongWork:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.finish()
 
     def advance(self, amount: int) -> None:

@@ -123,12 +123,11 @@ def selected_slots(
                 raise UsageError(
                     f"No slot '{slot}' specified on host '{host}'.", fix=f"Its slots: {known}."
                 )
-    found: Slots = {}
-    for host, slots in hosts.items():
-        chosen = named.get(host, ())
-        if left := tuple(slot for slot in slots if (slot in chosen) != bool(exclude)):
-            found[host] = left
-    return found
+    found = {
+        host: tuple(slot for slot in slots if (slot in named.get(host, ())) != bool(exclude))
+        for host, slots in hosts.items()
+    }
+    return {host: slots for host, slots in found.items() if slots}
 
 
 def filter_slots(

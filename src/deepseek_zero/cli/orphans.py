@@ -72,9 +72,7 @@ class Launch:
 
 
 def _processes() -> list[int]:
-    with suppress(OSError):
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return []
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
 
 
 def _state_group_and_ticks(pid: int) -> tuple[str, int, int]:

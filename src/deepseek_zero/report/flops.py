@@ -27,14 +27,12 @@ class FlopsSettings:
         recompute: Fraction of the forward that backward repeats.
         depth: Maximum depth of the printed modules; -1 for all.
         detailed: Print each module.
-        output_file: The file to write; None logs the result.
     """
 
     step: int = 1
     recompute: float = 0.0
     depth: int = -1
     detailed: bool = True
-    output_file: str | None = None
 
 
 @dataclass

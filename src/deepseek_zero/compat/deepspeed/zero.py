@@ -6,7 +6,6 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,13 +54,8 @@ class DropInInit(Init):
         for module in modules:
             self.shard(module)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, at)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         if self.enabled and self._parameters_seen is not None:
             self._parameters_seen.remove()
             self._parameters_seen = None
