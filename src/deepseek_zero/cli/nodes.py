@@ -118,14 +118,19 @@ def plan_node(
     names = list(hosts)
     node_rank = _own_place(names, options.node_rank, own_names)
     share = _share_of_slots(hosts[names[node_rank]][: options.num_gpus], options.nproc, machine)
-    if len(names) == 1:
-        return NodePlan(share, 1, 0, options.master_addr or "127.0.0.1", options.master_port)
+    return _placed(options, share, len(names), node_rank, names[0])
+
+
+def _placed(
+    options: RankOptions, share: NodeShare, num_nodes: int, node_rank: int, first: str
+) -> NodePlan:
+    """Return the plan of a node; `first` is the name of node 0 if no option has its address."""
+    port = DEFAULT_PORT
+    if num_nodes == 1:
+        first = "127.0.0.1"
+        port = 0
     return NodePlan(
-        share,
-        len(names),
-        node_rank,
-        options.master_addr or names[0],
-        options.master_port or DEFAULT_PORT,
+        share, num_nodes, node_rank, options.master_addr or first, options.master_port or port
     )
 
 
@@ -168,20 +173,15 @@ def _stated_nproc(stated: Nodes, machine: NodeMachine) -> int | None:
 def _plan_without_hostfile(options: RankOptions, machine: NodeMachine) -> NodePlan:
     share = _local_share(options, machine)
     num_nodes = options.num_nodes or 1
-    node_rank = options.node_rank
-    if num_nodes == 1:
-        _check_node_rank(node_rank or 0, 1)
-        return NodePlan(share, 1, 0, options.master_addr or "127.0.0.1", options.master_port)
-    if node_rank is None or options.master_addr is None:
+    node_rank = options.node_rank or 0
+    if num_nodes > 1 and (options.node_rank is None or options.master_addr is None):
         raise UsageError(
             f"{num_nodes} nodes need --node_rank and --master_addr (or a hostfile).",
             why="The command does not know the number of this node or the rendezvous address.",
             fix=START_EACH,
         )
     _check_node_rank(node_rank, num_nodes)
-    return NodePlan(
-        share, num_nodes, node_rank, options.master_addr, options.master_port or DEFAULT_PORT
-    )
+    return _placed(options, share, num_nodes, node_rank, LOCALHOST)
 
 
 def _check(options: RankOptions) -> None:

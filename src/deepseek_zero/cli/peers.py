@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from deepseek_zero.base.errors import host_and_ranks
@@ -93,9 +94,8 @@ class PeerWatch:
 
     def post_failure(self, outcome: Outcome) -> None:
         """Report a failure without waiting; only this machine's first one is kept."""
-        headline = f"{outcome.headline}, on {self._host}"
-        message = {"exit_code": outcome.exit_code, "headline": headline, "story": outcome.story}
-        self._failure = self._failure or json.dumps(message)
+        told = replace(outcome, headline=f"{outcome.headline}, on {self._host}")
+        self._failure = self._failure or json.dumps(asdict(told))
         self._has_news.set()
 
     def failure_of_others(self) -> Outcome | None:
@@ -161,10 +161,7 @@ class PeerWatch:
                     self._store.compare_set(FAILED_KEY, "", self._failure)
                     self._is_failure_stored.set()
                 if self._failure_elsewhere is None and self._store.check([FAILED_KEY]):
-                    message = json.loads(self._store.get(FAILED_KEY))
-                    self._failure_elsewhere = Outcome(
-                        int(message["exit_code"]), message["headline"], message["story"]
-                    )
+                    self._failure_elsewhere = Outcome(**json.loads(self._store.get(FAILED_KEY)))
                 self._look_at_others()
                 self._look_for_ended()
                 self._answered = time.monotonic()
