@@ -21,7 +21,7 @@ from ..base.quantities import format_bytes, format_count, format_seconds
 from ..base.world import is_rank_zero
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
-from ..report.flops import FlopsSettings, ForwardCost, flops_table
+from ..report.flops import ForwardCost, flops_table
 from ..report.monitor import MonitorMaster
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
@@ -151,10 +151,13 @@ class Observer:
             yield
         finally:
             cost.stop()
-        settings = FlopsSettings(
-            wanted.profile_step, wanted.recompute_fwd_factor, wanted.module_depth, wanted.detailed
+        table = flops_table(
+            cost,
+            wanted.profile_step,
+            wanted.recompute_fwd_factor,
+            wanted.module_depth,
+            wanted.detailed,
         )
-        table = flops_table(cost, settings)
         if wanted.output_file is None:
             logger.info(table)
             return

@@ -18,23 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..base.quantities import format_count, format_seconds
 
 
-@dataclass(frozen=True)
-class FlopsSettings:
-    """When the operations of a model are counted, and how the counts are printed.
-
-    Attributes:
-        step: The forward after this step is counted.
-        recompute: Fraction of the forward that backward repeats.
-        depth: Maximum depth of the printed modules; -1 for all.
-        detailed: Print each module.
-    """
-
-    step: int = 1
-    recompute: float = 0.0
-    depth: int = -1
-    detailed: bool = True
-
-
 @dataclass
 class ModuleCost:
     """Counts of one module: operations and seconds of its forwards, and parameters."""
@@ -114,24 +97,29 @@ class ForwardCost:
             self._counter = None
 
 
-def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
+def flops_table(
+    cost: ForwardCost, step: int, recompute: float = 0.0, depth: int = -1, detailed: bool = True
+) -> str:
     """Return the counts as text: the model, and its modules if `detailed`.
 
     Args:
         cost: Counts of the model's forwards.
-        settings: Which modules to print, and in how much detail.
+        step: The step after which they were counted.
+        recompute: Fraction of the forward that backward repeats.
+        depth: Maximum depth of the printed modules; -1 for all.
+        detailed: Print each module.
     """
     total = cost.rows[""]
     # backward: once for the gradient of the inputs, once for that of the weights
-    step = total.flops * (3 + settings.recompute)
+    whole = total.flops * (3 + recompute)
     lines = [
-        f"Flops profile after step {settings.step}: matrix products, convolutions and attention, "
+        f"Flops profile after step {step}: matrix products, convolutions and attention, "
         "as executed",
         f"  parameters {format_count(total.params)}, forward {format_count(total.flops)}FLOPS in "
-        f"{format_seconds(total.seconds)}, forward and backward about {format_count(step)}FLOPS",
+        f"{format_seconds(total.seconds)}, forward and backward about {format_count(whole)}FLOPS",
     ]
-    for row in cost.rows.values() if settings.detailed else ():
-        if settings.depth < 0 or row.depth <= settings.depth:
+    for row in cost.rows.values() if detailed else ():
+        if depth < 0 or row.depth <= depth:
             lines.append(_line(row, total))
     return "\n".join(lines)
 

@@ -16,7 +16,7 @@ from ...api.utils import log_dist
 from ...base.device import allocated_bytes, default_device, synchronize
 from ...base.errors import UsageError
 from ...base.quantities import format_bytes, format_count, format_seconds
-from ...report.flops import FlopsSettings, ForwardCost, ModuleCost, flops_table
+from ...report.flops import ForwardCost, ModuleCost, flops_table
 from ...report.timers import Timer as Watch
 
 
@@ -130,8 +130,8 @@ class FlopsProfiler:
             UsageError: Nothing was counted.
         """
         _ = self._total  # raises if nothing was counted
-        settings = FlopsSettings(profile_step, self.recompute_fwd_factor, module_depth, detailed)
-        text = _ranks_of(self.ds_engine) + flops_table(self._cost, settings) + "\n"
+        shown = profile_step, self.recompute_fwd_factor, module_depth, detailed
+        text = _ranks_of(self.ds_engine) + flops_table(self._cost, *shown) + "\n"
         if output_file:
             Path(output_file).write_text(text, encoding="utf-8")
         else:
