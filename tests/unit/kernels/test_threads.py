@@ -49,7 +49,7 @@ def test_bound_threads_are_no_more_than_their_cpus(
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ranks", "threads"),
+    ("nodes", "ranks", "expected"),
     [
         ((1, 1, 0, 0), 2, 4),  # both ranks are at node 1
         ((1, 0, 1, 0), 2, 8),
@@ -61,7 +61,7 @@ def test_bound_threads_are_no_more_than_their_cpus(
 def test_ranks_share_the_cpus_near_their_gpus(
     nodes: tuple[int, ...],
     ranks: int,
-    threads: int,
+    expected: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -71,7 +71,7 @@ def test_ranks_share_the_cpus_near_their_gpus(
     fake_host.install(monkeypatch, two_nodes(tmp_path, ("0-7", "8-15")))
     monkeypatch.setattr(threads, "pci_address", str)
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(nodes))
-    assert threads_for(ranks) == threads
+    assert threads_for(ranks) == expected
 
 
 @pytest.fixture
