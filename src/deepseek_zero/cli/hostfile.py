@@ -10,7 +10,7 @@ DeepSpeed's, because scripts may depend on them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from deepseek_zero.base.errors import UsageError
@@ -90,9 +90,7 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...] | None]:
     return named
 
 
-def selected_slots(
-    hosts: Mapping[str, tuple[int, ...]], include: str = "", exclude: str = ""
-) -> Slots:
+def selected_slots(hosts: Slots, include: str = "", exclude: str = "") -> Slots:
     """Apply --include or --exclude to hosts, and remove hosts without slots.
 
     Args:
@@ -130,9 +128,7 @@ def selected_slots(
     return {host: slots for host, slots in found.items() if slots}
 
 
-def filter_slots(
-    hosts: Mapping[str, tuple[int, ...]], include: str = "", exclude: str = ""
-) -> Slots:
+def filter_slots(hosts: Slots, include: str = "", exclude: str = "") -> Slots:
     """Return the slots of `selected_slots`.
 
     Raises:

@@ -21,6 +21,8 @@ from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..base.nested import map_inputs
 
+Collate = Callable[[list[Any]], Any]  # makes a batch of samples
+
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return `value` with all its tensors copied to a device.
@@ -159,7 +161,7 @@ class ShardedLoader:
         dataset: Dataset[Any],
         batch_size: int,
         mesh: Mesh,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         drop_last: bool = False,
         sampler: Any = None,
         take: Callable[[Any], Any] | None = None,

@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # as in engine.py
 
 
 Client = Optimizer | Callable[[list[Any]], Optimizer] | None
-Make = Callable[[list[dict[str, Any]]], Optimizer]
+Groups = list[dict[str, Any]]  # parameter groups
+Make = Callable[[Groups], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def adopting(client: Optimizer) -> Make:
     The object stays the same, so schedulers bound to it keep working.
     """
 
-    def adopt(groups: list[dict[str, Any]]) -> Optimizer:
+    def adopt(groups: Groups) -> Optimizer:
         for key in [key for key in client.state if isinstance(key, Tensor)]:
             del client.state[key]  # the state of a whole parameter, which `ClientStates` keeps
         for mine, sliced in zip(client.param_groups, groups, strict=True):
@@ -242,7 +243,7 @@ def client_states(client: Optimizer, coordinate: int) -> ClientStates | None:
     return None if states.are_empty else states
 
 
-def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, params: Sequence[Any] | None) -> Groups:
     """Return parameters or parameter groups as parameter groups."""
     if params is None:
         params = [param for param in model.parameters() if param.requires_grad]

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Computes the loss and its gradients again; None to use the current gradients
+Closure = Callable[[], float] | None
 
-def evaluated(closure: Callable[[], float] | None) -> float | None:
+
+def evaluated(closure: Closure) -> float | None:
     """Call a step's closure with gradients enabled.
 
     Args:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from deepseek_zero.base.errors import ConfigError
 
-from .common import adam_state, evaluated
+from .common import Closure, adam_state, evaluated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Lamb(Optimizer):
         super().__init__(params, {**dataclasses.asdict(chosen), "betas": tuple(chosen.betas)})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
         The gradients are not changed.

@@ -6,7 +6,7 @@ buffer is updated exactly like the whole buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from deepseek_zero.base.device import PerDevice
 from deepseek_zero.base.errors import ConfigError
 
-from .common import evaluated
+from .common import Closure, evaluated
 
 # [Note: tiles] The update needs two temporaries. Processing the slice in tiles keeps their size
 # fixed. On a CPU, 2^15 elements stay in a core's cache and below the size from which torch splits
@@ -68,7 +68,7 @@ class Lion(Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
         The gradients are not changed.

@@ -10,7 +10,7 @@ creates the groups.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +20,7 @@ from torch.optim.adamw import adamw
 
 from deepseek_zero.base.errors import ConfigError
 
-from .common import adam_state, evaluated
+from .common import Closure, adam_state, evaluated
 
 # The quintic p(s) = a s + b s^3 + c s^5 of the source is steepest at 0, so that 5 steps bring every
 # relevant singular value into about [0.7, 1.2]. It is not meant to converge to 1.
@@ -235,7 +235,7 @@ class Muon(Optimizer):
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
         The gradients are not changed.

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,7 +28,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from ..base.errors import ConfigError
-from .common import adam_state, evaluated
+from .common import Closure, adam_state, evaluated
 
 
 class OneBitAdam(AdamW):
@@ -87,7 +86,7 @@ class OneBitAdam(AdamW):
         return float(self.param_groups[0]["betas"][0])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Closure = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
         The gradients are not changed.

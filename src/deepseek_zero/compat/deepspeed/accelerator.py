@@ -42,8 +42,10 @@ def _pin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return tensor if _is_cpu() else tensor.pin_memory()
 
 
+Functions = dict[str, Callable[..., Any]]
+
 # Functions for both kinds of device
-SHARED: dict[str, Callable[..., Any]] = {
+SHARED: Functions = {
     "device_name": lambda device_index=None: _device_of(default_device().type, device_index),
     "device": lambda device_index=None: torch.device(
         _device_of(default_device().type, device_index)
@@ -75,7 +77,7 @@ SHARED: dict[str, Callable[..., Any]] = {
     "range_pop": _nothing,
     "lazy_call": lambda callback: callback(),
 }
-CPU: dict[str, Callable[..., Any]] = {
+CPU: Functions = {
     "current_device": lambda: "cpu",
     "current_device_name": lambda: "cpu",
     "device_count": lambda: int(os.environ.get("LOCAL_SIZE", 0)) or ranks_of_this_host(),
@@ -106,7 +108,7 @@ def _of_cuda(name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(torch.cuda, name)(*args, **kwargs)
 
 
-CUDA: dict[str, Callable[..., Any]] = {name: partial(_of_cuda, name) for name in CPU} | {
+CUDA: Functions = {name: partial(_of_cuda, name) for name in CPU} | {
     "current_device_name": lambda: f"cuda:{torch.cuda.current_device()}",
     "default_generator": lambda device_index: torch.cuda.default_generators[device_index],
     "total_memory": lambda device_index=None: torch.cuda.mem_get_info(device_index)[1],

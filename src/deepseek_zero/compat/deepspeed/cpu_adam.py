@@ -7,14 +7,13 @@ the dtype of their parameter.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, optim
 
 from ...base.errors import UsageError
-from ...optimizers.common import evaluated
+from ...optimizers.common import Closure, evaluated
 
 Fields = dict[str, Any]  # of a parameter group, or of the state of a parameter
 
@@ -32,7 +31,7 @@ class _CpuSteps(optim.Optimizer):
         return isinstance(self, optim.AdamW)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
+    def step(self, closure: Closure = None) -> Any:
         """Update all parameters that have a gradient and return the closure's loss."""
         params = [param for group in self.param_groups for param in group["params"]]
         if self.bias_correction and all(self._dtype(param) == param.dtype for param in params):
@@ -44,7 +43,7 @@ class _CpuSteps(optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def step_subgroup(self, subgroup_id: int, closure: Callable[[], float] | None = None) -> Any:
+    def step_subgroup(self, subgroup_id: int, closure: Closure = None) -> Any:
         """Update the parameters in the groups with the moments of one subgroup.
 
         A program puts one subgroup of its weights after the other into a parameter group. The
@@ -63,9 +62,7 @@ class _CpuSteps(optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def rollback_subgroup(
-        self, sub_group_id: int, closure: Callable[[], float] | None = None
-    ) -> Any:
+    def rollback_subgroup(self, sub_group_id: int, closure: Closure = None) -> Any:
         """Undo the last `step_subgroup` of a subgroup.
 
         The gradient must not have changed. The result is exact except for rounding errors.

@@ -29,7 +29,7 @@ from ...base.log import logger
 from ...base.mesh import Mesh
 from ...base.nested import tensors_in
 from ...comm.context import local_rank
-from ...engine.data import ShardedLoader
+from ...engine.data import Collate, ShardedLoader
 from ...engine.engine import Engine, Parts
 from ...engine.pieces import refuse_shared_loader
 from ...engine.request import Request
@@ -103,7 +103,7 @@ def curriculum_loader(
     mesh: Mesh,
     model: nn.Module,
     dataset: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
+    collate_fn: Collate | None,
     batch_size: int | None = None,
 ) -> ShardedLoader | None:
     """Return a loader that follows the configured curriculum, or None without one.
@@ -473,7 +473,7 @@ class DeepSpeedEngine(ZeroEngine):
         route: str = "train",
         pin_memory: bool = True,
         data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> ShardedLoader:
         """Create a loader of this rank's samples.

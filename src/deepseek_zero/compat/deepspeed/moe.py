@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from .moe_layers import MoE
 
+Groups = list[dict[str, Any]]  # of the parameters of an optimizer
+Params = list[nn.Parameter]
+
 
 def is_moe_param(param: Tensor) -> bool:
     """Return whether a parameter belongs to an expert."""
@@ -32,10 +35,10 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+) -> tuple[Params, Params]:
     """Return the shared parameters and the parameters of experts."""
-    shared: list[nn.Parameter] = []
-    experts: list[nn.Parameter] = []
+    shared: Params = []
+    experts: Params = []
     for param in params:
         (experts if is_moe_param(param) else shared).append(param)
     return shared, experts
@@ -56,7 +59,7 @@ def split_params_grads_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[dict[str, Any]],
     max_group_size: float | None = 178_956_971,
-) -> list[dict[str, Any]]:
+) -> Groups:
     """Move parameters of experts into separate groups by `group_name`.
 
     Args:
@@ -72,7 +75,7 @@ def split_params_into_different_moe_groups_for_optimizer(
     if not isinstance(param_groups, Mapping | list | tuple):
         raise ValueError(f"Unknown param group type of {type(param_groups)}")
     groups: list[Any] = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
-    apart: list[dict[str, Any]] = []
+    apart: Groups = []
     for group in groups:
         shared, experts = split_params_into_shared_and_expert_params(group["params"])
         group["params"] = shared
@@ -85,8 +88,8 @@ def split_params_into_different_moe_groups_for_optimizer(
     return groups + apart
 
 
-def _bounded(params: Sequence[nn.Parameter], most: float | None) -> list[list[nn.Parameter]]:
-    parts: list[list[nn.Parameter]] = []
+def _bounded(params: Sequence[nn.Parameter], most: float | None) -> list[Params]:
+    parts: list[Params] = []
     size = 0
     for param in params:
         numel = int(getattr(param, "ds_numel", param.numel()))
@@ -98,7 +101,7 @@ def _bounded(params: Sequence[nn.Parameter], most: float | None) -> list[list[nn
     return parts
 
 
-def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
+def configure_moe_param_groups(model_parameters: list[Any]) -> Groups:
     """Return parameter groups for an optimizer from a list of parameters or of groups.
 
     Raises:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from ...api.leaves import get_z3_leaf_modules
-from ...engine.optimizer import Make
+from ...engine.optimizer import Groups, Make
 from ...extensions.param_states import full_grad, safe_get_local_grad
 from ...optim.inner_states import load_inner
 from ...optim.sharded import ShardedOptimizer
@@ -300,7 +300,7 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(0), *(each.reshape(-1) for each in tensors)])
 
 
-def _make_named(make_inner: Make, groups: list[dict[str, Any]]) -> Optimizer:
+def _make_named(make_inner: Make, groups: Groups) -> Optimizer:
     """Create the inner optimizer, and set `adam_w_mode` on one of Adam's classes."""
     made = make_inner(groups)
     if isinstance(made, Adam) and not hasattr(type(made), "adam_w_mode"):

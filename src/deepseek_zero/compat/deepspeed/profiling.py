@@ -200,13 +200,14 @@ def get_model_profile(
         )
     profiler = FlopsProfiler(model)
     was_training = model.training
-    call = model.generate if mode == "generate" else model
+    function: Any = model.generate if mode == "generate" else model
+    call = partial(function, *args, **(kwargs or {}))
     model.eval()
     with torch.no_grad():
         for _ in range(warm_up):
-            call(*args, **(kwargs or {}))  # type: ignore[operator]
+            call()
         profiler.start_profile(ignore_modules)
-        call(*args, **(kwargs or {}))  # type: ignore[operator]
+        call()
         profiler.stop_profile()
     model.train(was_training)
     if print_profile:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+Facts = dict[str, Any]  # about a parameter, or about all of them
+
 META = "ds_autotp_universal_checkpoint_meta"
 INFO = "universal_checkpoint_info"  # attribute of the model
 VERSION = 0.4
@@ -43,12 +45,12 @@ def _build_param_uc_restore_meta(
     replicated: bool = False,
     unsupported_reason: str | None = None,
     **shapes: Sequence[Any] | None,
-) -> dict[str, Any]:
+) -> Facts:
     """Return the metadata of a parameter.
 
     The entry "conversion" contains the values that the model's summary needs.
     """
-    found: dict[str, Any] = {"partition_type": partition_type, "partition_dim": partition_dim}
+    found: Facts = {"partition_type": partition_type, "partition_dim": partition_dim}
     for name in _SHAPES:
         given = shapes.pop(name, None)
         found[name] = tuple(given) if given is not None else None
@@ -66,7 +68,7 @@ def _build_param_uc_restore_meta(
     return found | told | {"conversion": conversion}
 
 
-def _get_param_uc_conversion_meta(param: Tensor) -> dict[str, Any] | None:
+def _get_param_uc_conversion_meta(param: Tensor) -> Facts | None:
     """Return a parameter's values for the summary; None if it is not split."""
     meta = getattr(param, META, None)
     return meta.get("conversion") if meta else None
@@ -92,7 +94,7 @@ def mark(
         parts: For each part of that dimension, its width on each rank.
         spec: Shape that describes the parts of a fused projection.
     """
-    told: dict[str, Any] = {
+    told: Facts = {
         "logical_shape": whole,
         "output_shape": (outputs,),
         "original_shape": whole,
@@ -111,7 +113,7 @@ def mark(
     setattr(param, META, meta)
 
 
-def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
+def collect_autotp_universal_checkpoint_info(model: nn.Module) -> Facts:
     """Return the summary of a model: patterns of names by how parameters are split.
 
     Parameters that are not split are replicated. Tied parameters have their first name.
@@ -119,8 +121,8 @@ def collect_autotp_universal_checkpoint_info(model: nn.Module) -> dict[str, Any]
     rows = list[str]()
     replicated = list[str]()
     words = list[str]()
-    fused = list[dict[str, Any]]()
-    widths = dict[str, Any]()
+    fused = list[Facts]()
+    widths = Facts()
     unsupported = dict[str, str]()
     vocabulary = None
     for name, param in model.named_parameters():

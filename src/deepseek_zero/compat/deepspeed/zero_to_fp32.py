@@ -31,11 +31,12 @@ from ...checkpoint.staging import in_turn, staged_output
 from .checkpoint.reader import MODEL, MODEL_OF_RANK
 
 M = TypeVar("M", bound=nn.Module)
+AnyPath = str | Path
 BIN_INDEX = "pytorch_model.bin.index.json"
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | Path,
+    checkpoint_dir: AnyPath,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
@@ -60,7 +61,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: M, checkpoint_dir: str | Path, tag: str | None = None
+    model: M, checkpoint_dir: AnyPath, tag: str | None = None
 ) -> M:
     """Move a model to the CPU and load a checkpoint's weights into it.
 
@@ -82,8 +83,8 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | Path,
-    output_dir: str | Path,
+    checkpoint_dir: AnyPath,
+    output_dir: AnyPath,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
@@ -111,8 +112,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def convert_zero_checkpoint_to_state_dict(
-    checkpoint_dir: str | Path,
-    output_dir: str | Path,
+    checkpoint_dir: AnyPath,
+    output_dir: AnyPath,
     dtype: torch.dtype | str = torch.float32,
     *,
     max_shard_size: str | int | None = "5GB",
@@ -146,7 +147,7 @@ def convert_zero_checkpoint_to_state_dict(
             _write_torch_shards(_lazy_state(source, tag, dtype, skip), out, most)
 
 
-def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+def get_model_state_file(checkpoint_dir: AnyPath, zero_stage: int) -> str:
     """Return the path of rank 0's model file.
 
     For a checkpoint in our layout, it is a temporary file without tensors.
@@ -168,7 +169,7 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     return str(path)
 
 
-def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+def get_optim_files(checkpoint_dir: AnyPath) -> list[str]:
     """Return the paths of all ranks' optimizer files in the order of ranks.
 
     For a checkpoint in our layout, it is one temporary file that contains the stage.
@@ -213,7 +214,7 @@ def _in_deepspeeds_layout(folder: Path) -> Path:
 
 
 def _lazy_state(
-    path: str | Path, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool
+    path: AnyPath, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool
 ) -> dict[str, LazyTensor]:
     # The files stay open as long as a returned tensor may be read.
     source = open_checkpoint(Path(path), tag, ExitStack())

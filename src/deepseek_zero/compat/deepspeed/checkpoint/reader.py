@@ -100,10 +100,10 @@ class DeepSpeedCheckpoint(MappedCheckpoint):
     """
 
     moments_problem: str = ""
-    clients: dict[int, dict[str, Any]] = field(default_factory=dict)
+    clients: dict[int, State] = field(default_factory=dict)
 
 
-def open_file(path: Path) -> dict[str, Any]:
+def open_file(path: Path) -> State:
     """Load one file, with mapped tensors and inert replacements of DeepSpeed's objects.
 
     Returns:
@@ -236,7 +236,7 @@ def _size(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
-def _client(model: State) -> dict[str, Any]:
+def _client(model: State) -> State:
     """Return the caller's client_state in a model file."""
     return {
         name: all_from_plain(value) for name, value in model.items() if name not in RESERVED_KEYS
@@ -286,9 +286,7 @@ def _refuse_others(folder: Path, files: Sequence[tuple[int, State]]) -> None:
             )
 
 
-def _optimizer_files(
-    folder: Path, ranks: int, first: State, stage: int = 0
-) -> list[dict[str, Any]]:
+def _optimizer_files(folder: Path, ranks: int, first: State, stage: int = 0) -> list[State]:
     """Load the optimizer files of all ranks of a pipeline stage; [] if there are none.
 
     Raises:
@@ -342,7 +340,7 @@ def _manifest(first: State, ranks: int, is_third: bool) -> Manifest:
     )
 
 
-def _groups(optimizer: State) -> list[dict[str, Any]]:
+def _groups(optimizer: State) -> list[State]:
     """Return the optimizer's parameter groups without their parameters."""
     states = _base(optimizer)
     groups = states.get("param_groups", []) if isinstance(states, Mapping) else []
@@ -481,7 +479,7 @@ def _add_spans(found: DeepSpeedCheckpoint, spans: Spans, flat: Tensor, states: S
             _add_states(found, name, states, cut.start, here)
 
 
-def _states(optimizer: State, number: int) -> dict[str, Any]:
+def _states(optimizer: State, number: int) -> State:
     """Return the states of one flat parameter, including its group's step."""
     base = _base(optimizer)
     if isinstance(base, list):  # the elastic format has a list of groups
@@ -552,7 +550,7 @@ def _read_pipeline(
     found.buffers = [{}]
     for layer, (path,) in sorted(layers.items()):
         _add_layer(found, layer, open_file(path), shapes or dict.fromkeys(trained))
-    by_stage: list[list[dict[str, Any]]] = []
+    by_stage: list[list[State]] = []
     groups: list[list[str]] = []
     for stage in stages:
         of_stage = [
@@ -759,7 +757,7 @@ def _add_flat_masters(
     return groups
 
 
-def _scaler(first: State, optimizers: Sequence[State]) -> dict[str, Any] | None:
+def _scaler(first: State, optimizers: Sequence[State]) -> State | None:
     """Convert DeepSpeed's loss scaler to our state dict; None if there is no scaler."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
     saved_scaler = vars(saved) if isinstance(saved, PickledObject) else first.get("optimizer") or {}

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ....base.errors import UsageError
 from ....base.log import log_once
 from ....base.mesh import Mesh
-from ....engine.data import ShardedLoader, to_device
+from ....engine.data import Collate, ShardedLoader, to_device
 from .data_sampler import WHERE, DeepSpeedDataSampler
 
 
@@ -44,7 +44,7 @@ class CurriculumLoader(ShardedLoader):
         mesh: Mesh,
         settings: Mapping[str, Any],
         accumulation: int,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         drop_last: bool = False,
         take: Callable[[Any], Any] | None = None,
     ) -> None:
