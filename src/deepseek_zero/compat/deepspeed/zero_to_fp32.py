@@ -288,12 +288,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "-d", "--debug", action="store_true", help="accepted; errors say what is wrong without it"
     )
-    given = parser.parse_args(arguments)
-    convert_zero_checkpoint_to_fp32_state_dict(
-        given.checkpoint_dir,
-        given.output_dir,
-        given.max_shard_size,
-        given.safe_serialization,
-        given.tag,
-        given.exclude_frozen_parameters,
-    )
+    given = vars(parser.parse_args(arguments))
+    del given["debug"]
+    convert_zero_checkpoint_to_fp32_state_dict(**given)
