@@ -22,6 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from ...base.errors import ConfigError, DeepSpeedConfigError
 from ...base.log import logger
+from ...config.batch import BatchRequest, solve
+from ...config.problems import Problem
 from ...config.schema import MOE_BLOCKS
 from ...config.text import read
 from .constants import OffloadDeviceEnum, ZeroStageEnum
@@ -761,30 +763,15 @@ class DeepSpeedConfig:
         """
         batch = self.train_batch_size
         micro = self.train_micro_batch_size_per_gpu
-        steps = self.gradient_accumulation_steps
-        ranks = self.world_size
         assert batch is not None or micro is not None, (
             "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
         )
-        if steps is None:
-            steps = 1 if batch is None or micro is None else batch // micro // ranks
-        if micro is None:
-            micro = batch // ranks // steps
-        if batch is None:
-            batch = micro * steps * ranks
-        self.train_batch_size = batch
-        self.train_micro_batch_size_per_gpu = micro
-        self.gradient_accumulation_steps = steps
-        for name, size in (
-            ("Train batch size", batch),
-            ("Micro batch size per gpu", micro),
-            ("Accumulation", steps),
-        ):
-            assert size > 0, f"{name}: {size} has to be greater than 0"
-        assert batch == micro * steps * ranks, (
-            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu "
-            f"* gradient_acc_step * world_size {batch} != {micro} * {steps} * {ranks}"
-        )
+        steps = self.gradient_accumulation_steps
+        found = solve(BatchRequest(self.world_size, batch, micro, steps))
+        assert not isinstance(found, Problem), found.what
+        self.train_batch_size = found.train
+        self.train_micro_batch_size_per_gpu = found.micro
+        self.gradient_accumulation_steps = found.accumulation
 
     def _refuse_contradictions(self) -> None:
         assert not (self.float16_config.enabled and self.bfloat16_config.enabled), (

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...base.errors import ConfigError, NotBuiltError
+from ...config.batch import BATCH_KEYS
 
 
 class ElasticityError(ConfigError):
@@ -42,7 +43,6 @@ DEFAULTS: dict[str, Any] = {
     "min_time": 0,
     "ignore_non_elastic_batch_info": False,
 }
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def elasticity_enabled(ds_config: Section) -> bool:

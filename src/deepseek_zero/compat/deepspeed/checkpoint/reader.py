@@ -32,6 +32,8 @@ from ....checkpoint.format import CLIENT, MOMENT, WEIGHT, Manifest, missing_elem
 from ....checkpoint.numpy_values import all_from_plain
 from ....checkpoint.safetensors_file import dtype_name
 from ....checkpoint.torch_file import MappedCheckpoint, load_mapped, parameter_facts
+from ....config.batch import BATCH_KEYS, BatchRequest, solve
+from ....config.problems import Problem
 
 State = Mapping[str, Any]  # a dictionary of a file
 
@@ -40,11 +42,8 @@ MODEL_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-BATCH_KEYS = {  # keys of ds_config, by our names
-    "train": "train_batch_size",
-    "micro": "train_micro_batch_size_per_gpu",
-    "accumulation": "gradient_accumulation_steps",
-}
+# Keys of ds_config, by our names
+BATCH_SIZES = dict(zip(("train", "micro", "accumulation"), BATCH_KEYS, strict=True))
 # Key of ds_config for this library's own entry: {"run": identity of the save, "rank": rank}
 IDENTITY_KEY = "deepseek_zero"
 # Keys that DeepSpeed stores next to those of the caller's client_state
@@ -217,23 +216,19 @@ def _completed(
 def _batch(first: State) -> dict[str, int] | None:
     """Return the batch sizes of the run that saved the checkpoint, or None if unknown."""
     config = first.get("ds_config") or {}
-    train, micro, accumulation = (_size(config.get(key)) for key in BATCH_KEYS.values())
+    train, micro, accumulation = (_size(config.get(key)) for key in BATCH_SIZES.values())
     ranks = _size(first.get("dp_world_size"))
-    if not ranks:
+    if ranks is None or (train is None and micro is None):
         return None
-    if not accumulation:
-        accumulation = train // (micro * ranks) if train and micro else 1
-    if not micro:
-        micro = train // (max(accumulation, 1) * ranks)
-    if not train:
-        train = micro * accumulation * ranks
-    is_known = train > 0 and train == micro * accumulation * ranks
-    return {"train": train, "micro": micro, "accumulation": accumulation} if is_known else None
+    batch = solve(BatchRequest(ranks, train, micro, accumulation))
+    if isinstance(batch, Problem):
+        return None
+    return {name: getattr(batch, name) for name in BATCH_SIZES}
 
 
-def _size(value: Any) -> int:
-    """Return a size from the configuration; 0 for "auto" or a missing value."""
-    return value if isinstance(value, int) and value > 0 else 0
+def _size(value: Any) -> int | None:
+    """Return a size from the configuration; None for "auto" or a missing value."""
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _client(model: State) -> State:

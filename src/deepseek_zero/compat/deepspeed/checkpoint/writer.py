@@ -34,7 +34,7 @@ from ....checkpoint.safetensors_file import cast, dtype_name, dtype_named
 from ....checkpoint.staging import staged_output
 from ....precision.loss_scale import LossScaleSettings
 from .reader import (
-    BATCH_KEYS,
+    BATCH_SIZES,
     IDENTITY_KEY,
     MODEL,
     MODEL_OF_RANK,
@@ -164,7 +164,7 @@ def _config(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> State
         "bf16": {"enabled": layout.dtype == torch.bfloat16},
         "fp16": {"enabled": layout.dtype == torch.float16},
         **{
-            BATCH_KEYS[name]: value
+            BATCH_SIZES[name]: value
             for name, value in (source.plain["trainer"].get("batch") or {}).items()
         },
     }
