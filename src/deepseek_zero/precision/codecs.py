@@ -282,12 +282,8 @@ class Blocks:
         `shares` are the elements of each part per value of the tile.
         """
         numel = int(scratch.numel() / sum(shares)) // self.granule * self.granule
-        found = []
-        reached = 0
-        for share in shares:
-            found.append(scratch[reached : reached + int(numel * share)])
-            reached += int(numel * share)
-        return found
+        sizes = [int(numel * share) for share in shares]
+        return list(scratch[: sum(sizes)].split(sizes))
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block}"

@@ -9,6 +9,8 @@ import csv
 import io
 import json
 import math
+import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -136,17 +138,9 @@ def _json_line(values: Mapping[str, Any]) -> str:
 
 
 def _drop_incomplete_line(path: Path) -> None:
-    if not path.exists():
+    if not path.exists() or not path.stat().st_size:
         return
-    with path.open("r+b") as file:
-        end = file.seek(0, io.SEEK_END)
-        keep = end
-        while keep > 0:  # read backward in blocks, because the file of a long run is large
-            start = max(0, keep - 65536)
-            file.seek(start)
-            found = file.read(keep - start).rfind(b"\n")
-            keep = start + found + 1 if found >= 0 else start
-            if found >= 0:
-                break
-        if keep < end:
-            file.truncate(keep)
+    # Mapped, because the file of a long run is large, and only its end is read
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = text.rfind(b"\n") + 1
+    os.truncate(path, end)
