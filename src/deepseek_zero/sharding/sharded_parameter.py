@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..base.device import without_torch_function
 from ..base.errors import AtRestError
@@ -260,6 +261,8 @@ class ShardedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if _differentiates(function, args):
+            return function(*_with_edges(args), **_with_edges(kwargs))
         name = function_name(function)
         if (found := answer_without_elements(function, name, args, kwargs)) is not NEEDS_ELEMENTS:
             return found
@@ -274,8 +277,6 @@ class ShardedParameter(nn.Parameter):
         if name == "data" and len(args) == 2 and (_is_placeholder(args[1]) or args[1] is args[0]):
             with without_torch_function():
                 return function(*args, **kwargs)
-        if name == "backward" and type(args[0]) is not ShardedParameter:
-            return _backward(*args, **kwargs)
         for param in resting:
             owner = owner_of(param)
             if owner is None or not owner.fetch_for(param):
@@ -313,15 +314,29 @@ class ShardedParameter(nn.Parameter):
         raise _at_rest(self, "pickle")
 
 
-def _backward(
-    loss: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Run `loss.backward(inputs=...)`, which reads no element of the parameters in `inputs`."""
-    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
+def _differentiates(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Return whether a call is a backward or `torch.autograd.grad` of other tensors."""
+    if getattr(function, "__name__", "") not in ("backward", "grad") or not args:
+        return False
+    return not any(isinstance(each, ShardedParameter) for each in tensors_among(args[:1]))
+
+
+def _with_edges(arguments: Any) -> Any:
+    """Return the arguments of a differentiation with edges of the graph in place of parameters.
+
+    Autograd reads no element of its inputs.
+
+    Args:
+        arguments: The positional or the keyword arguments.
+    """
+    if isinstance(arguments, Mapping):
+        return {name: _with_edges(value) for name, value in arguments.items()}
+    if isinstance(arguments, (list, tuple)) and not isinstance(arguments, GradientEdge):
+        return type(arguments)(map(_with_edges, arguments))
+    if not isinstance(arguments, ShardedParameter):
+        return arguments
+    with without_torch_function(), torch.enable_grad():
+        return get_gradient_edge(arguments)
 
 
 def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:

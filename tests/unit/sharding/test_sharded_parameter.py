@@ -13,6 +13,7 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import AtRestError
+from deepseek_zero.sharding.sharded_parameter import ShardedParameter
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -85,11 +86,25 @@ def test_tensors_like_a_sharded_parameter_have_its_shape_and_own_memory(engine: 
     assert torch.equal(torch.full_like(weight, 2.0), torch.full((64, 64), 2.0))
 
 
-def test_a_backward_may_name_sharded_parameters_as_its_inputs(engine: Any) -> None:
-    weight, bias = engine.module.parameters()
-    loss = engine(torch.ones(1, 64)).square().sum()
-    with deepseek_zero.zero.GatheredParameters([weight, bias]):
-        expected = 2 * (weight.sum(dim=1) + bias).detach()
-    loss.backward(inputs=[bias])
-    torch.testing.assert_close(bias.grad.full_tensor(), expected)
-    assert weight.grad is None or weight.grad.norm() == 0
+@pytest.mark.parametrize("way", ["backward", "autograd.backward", "autograd.grad"])
+def test_sharded_parameters_may_be_inputs_of_a_differentiation(way: str) -> None:
+    zero = {**CONFIG["zero_optimization"], "stage3_max_live_parameters": 0}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    engine = deepseek_zero.initialize(model=model, config=CONFIG | {"zero_optimization": zero})[0]
+    weight, bias = model[0].parameters()
+    with deepseek_zero.zero.GatheredParameters(list(model.parameters())):
+        hidden = weight.detach().sum(dim=1) + bias.detach()
+        out = model[1].weight.detach() @ hidden + model[1].bias.detach()
+        expected = 2 * model[1].weight.detach().t() @ out
+    loss = engine(torch.ones(1, 4)).square().sum()
+    assert type(bias) is ShardedParameter
+    if way == "autograd.grad":
+        (found,) = torch.autograd.grad(loss, [bias])
+    else:
+        if way == "backward":
+            loss.backward(inputs=[bias])
+        else:
+            torch.autograd.backward([loss], inputs=bias)
+        found = bias.grad.full_tensor()
+        assert weight.grad is None or weight.grad.norm() == 0
+    torch.testing.assert_close(found, expected)
