@@ -20,7 +20,7 @@ from ..comm.measure import TriedTransport, try_transports
 from ..extensions.group_parts import group_parts
 from ..extensions.policies import PolicySettings, policies_of
 from ..extensions.state_dicts import StateDicts
-from ..extensions.ties import refuse_owned, tie_shared
+from ..extensions.ties import refuse_modules, refuse_owned, tie_shared
 from ..extensions.tuning import tune_sizes
 from ..extensions.zero_init import materialise
 from ..optim.sharded import ShardedOptimizer
@@ -100,6 +100,7 @@ def assemble(
         refuse_changes_on(config, mesh)
         refuse_auto_on(config, mesh)
         axis = "tp" if mesh.tp > 1 else None
+        refuse_modules(model)
         refuse_owned(model, axis)
         tie_shared(model)
         layers = plan_layers(config, model, mesh)

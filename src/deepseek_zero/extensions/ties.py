@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.device import ScriptedModule
 from ..base.errors import NotBuiltError, UsageError
 from ..optim.param_groups import TIED_TO
 from ..sharding.sharded_parameter import ShardedParameter, owner_of
@@ -72,6 +73,32 @@ def refuse_owned(model: nn.Module, split: str | None = None) -> None:
                 "Its parameters are slices of whole ones, and the split would need other slices.",
                 "build it without zero.Init; initialize() leaves each rank its own part, in "
                 "slices.",
+            )
+
+
+def refuse_modules(model: nn.Module) -> None:
+    """Raise if a module cannot be wrapped, before anything changes.
+
+    Args:
+        model: The model whose modules are checked, before it is sharded.
+
+    Raises:
+        UsageError: A module was compiled by `torch.jit.script`, or a lazy module has no parameters
+            yet.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, ScriptedModule):
+            raise UsageError(
+                f"'{name}' was compiled by torch.jit.script.",
+                "Scripted modules accept no hooks, which gather the weights and save them.",
+                "pass the module as it was before torch.jit.script; torch.compile may be used.",
+            )
+    for name, param in model.named_parameters():
+        if nn.parameter.is_lazy(param):
+            raise UsageError(
+                f"parameter '{name}' of a lazy module has no shape yet.",
+                "The plan of a run needs the shapes of all parameters.",
+                "call the model once with a batch before you wrap it, on every rank.",
             )
 
 
