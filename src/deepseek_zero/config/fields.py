@@ -62,6 +62,19 @@ class Section(BaseModel):
         """
         return getattr(self, key) if key in type(self).model_fields else default
 
+    def __getitem__(self, key: str) -> Any:
+        """Return a key, as `get` does.
+
+        Raises:
+            KeyError: There is no such key.
+        """
+        if key not in type(self).model_fields:
+            raise KeyError(key)
+        return getattr(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.model_fields_set
+
     def stated(self, path: str, default: Any = None) -> Any:
         """Return the value that the user set for a key, or a section as a dict.
 
