@@ -319,9 +319,15 @@ def _tiers(config: Config, problems: Problems) -> Config:
                 )
     _open_places(config, problems)
     if len(set(paths.values())) > 1:
+        key = "zero_optimization.offload_param.nvme_path"
+        what = "differs from that of offload_optimizer, but a rank stores its states in one file"
+        if problems.goes_on:
+            problems.warn(key, f"{what}: ignored")
+            shared = {"nvme_path": paths["offload_optimizer"]}
+            return config.changed({"zero_optimization": {"offload_param": shared}})
         problems.add(
-            "zero_optimization.offload_param.nvme_path",
-            "differs from that of offload_optimizer, but a rank stores its states in one file",
+            key,
+            what,
             "use one directory for both",
             paths["offload_param"],
         )
@@ -445,6 +451,9 @@ def _types(config: Config, autos: Set[str], problems: Problems) -> None:
         ("scheduler", config.scheduler, "WarmupLR"),
     ):
         if section.params and not section.type and f"{name}.type" not in autos:
+            if problems.goes_on:
+                problems.warn(f"{name}.params", f"ignored, as DeepSpeed does: it needs {name}.type")
+                continue
             fix = f'add "type": "{example}" or another'
             problems.add(f"{name}.params", f"needs {name}.type", fix, section.params)
 

@@ -273,6 +273,9 @@ class Normaliser:
             return
         value = holder.pop(old)
         if lookup(config, alias.new, _SILENT) is not _SILENT:
+            if not (section or self.unknown_is_error):
+                self.problems.warn(alias.old, f"ignored, because {alias.new} is set")
+                return
             self.problems.add(
                 alias.old,
                 f"Cannot provide deprecated parameter '{alias.old}' and replacing parameter "

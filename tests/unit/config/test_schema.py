@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.base.errors import ConfigError, NotBuiltError
 from deepseek_zero.config import Config, Facts, resolve
 from deepseek_zero.config.fields import FieldRow, subsection
 from deepseek_zero.config.load import PACKAGES, load
@@ -225,3 +225,26 @@ def test_configurations_that_deepspeed_reads_leniently_are_accepted() -> None:
         ]
         == 2
     )
+
+
+def test_keys_that_deepspeed_ignores_are_warnings_under_its_name() -> None:
+    nvme = {"device": "nvme", "nvme_path": "a"}
+    ignored: dict[str, dict[str, Any]] = {
+        "optimizer.params": {"optimizer": {"params": {"lr": 0.1}}},
+        "scheduler.params": {"scheduler": {"type": None, "params": {"warmup_num_steps": 3}}},
+        "bfloat16": {"bf16": {"enabled": True}, "bfloat16": {"enabled": False}},
+        "zero_optimization.offload_param.nvme_path": {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": nvme,
+                "offload_param": {**nvme, "nvme_path": "b"},
+            }
+        },
+    }
+    for key, config in ignored.items():
+        raw = load(config, unknown="warn")
+        assert [note for note in raw.notes if key in note and "ignored" in note], raw.notes
+        resolve(raw, FACTS)
+    assert raw.get("zero_optimization.offload_param.nvme_path") == "a"
+    with pytest.raises(ConfigError, match=r"optimizer\.params"):
+        load({"optimizer": {"params": {"lr": 0.1}}})
