@@ -2,7 +2,8 @@
 
 works             --save_pid, --log_level, --quiet
 has no effect     --no_ssh, --no_ssh_check (nothing is started over ssh);
-                  --launcher, --launcher_args on one machine
+                  --bind_cores_to_rank, --bind_core_list (a warning is logged);
+                  on one machine, the options of REMOTE
 is refused        all others; `_refused` has the reasons and alternatives
 """
 
@@ -30,11 +31,8 @@ START_EACH = (
 
 WHERE = "Where ranks run"
 PANEL = "DeepSpeed's other options"
-BIND = (
-    "Ranks are not bound to cores.",
-    "Ranks share the cores by threads (OMP_NUM_THREADS); start the command under taskset to bind "
-    "all of it.",
-)
+# Options about starting ranks on other machines
+REMOTE = ("launcher", "launcher_args", "ssh_port", "venv_script", "force_multi")
 ELASTIC = (
     "A world of changing size is not built.",
     "Use --max_restarts, and load the last checkpoint at any world size.",
@@ -77,11 +75,11 @@ class LauncherOptions:
         None, f"Log level of the launcher: {', '.join(LEVELS)}.", PANEL
     )
     quiet: bool = cli_option(False, "The launcher logs errors only.", PANEL, "-q")
-    force_multi: bool = _refused(False, "There is no launcher for a remote machine.", START_EACH)
-    ssh_port: int | None = _refused(None, "Nothing is started over ssh.", START_EACH)
-    venv_script: str | None = _refused(
-        None, "Ranks run in the Python that runs this command.", "Activate the environment first."
-    )
+    force_multi: bool = cli_option(False, "As --launcher.", PANEL)
+    ssh_port: int | None = cli_option(None, "As --launcher.", PANEL)
+    venv_script: str | None = cli_option(None, "As --launcher.", PANEL)
+    bind_cores_to_rank: bool = cli_option(False, "Without effect, with a warning.", PANEL)
+    bind_core_list: str | None = cli_option(None, "As --bind-cores-to-rank.", PANEL)
     autotuning: str | None = _refused(
         None,
         "Autotuning is not planned.",
@@ -90,8 +88,6 @@ class LauncherOptions:
     elastic_training: bool = _refused(False, *ELASTIC)
     min_elastic_nodes: int | None = _refused(None, *ELASTIC)
     max_elastic_nodes: int | None = _refused(None, *ELASTIC)
-    bind_cores_to_rank: bool = _refused(False, *BIND)
-    bind_core_list: str | None = _refused(None, *BIND)
 
 
 def refuse_options(options: LauncherOptions) -> None:
@@ -113,16 +109,16 @@ def refuse_options(options: LauncherOptions) -> None:
 
 
 def refuse_launcher(options: LauncherOptions, num_nodes: int) -> None:
-    """Raise an error for DeepSpeed's launchers (ssh, MPI, Slurm) with several machines.
+    """Raise an error for options about other machines (ssh, MPI, Slurm) if there are several.
 
     Args:
         options: Options of the command line.
         num_nodes: Number of machines.
 
     Raises:
-        NotBuiltError: A launcher was given and there are several machines.
+        NotBuiltError: An option of REMOTE was given and there are several machines.
     """
-    given = [name for name in ("launcher", "launcher_args") if getattr(options, name)]
+    given = [name for name in REMOTE if getattr(options, name)]
     if given and num_nodes == 1:
         logger.info(
             "--%s is without effect on one machine: its ranks are started from here", given[0]
@@ -140,6 +136,15 @@ def set_log_level(options: LauncherOptions) -> None:
     level = "error" if options.quiet else options.log_level
     if level is not None:
         logger.setLevel(LEVELS[level])
+
+
+def warn_of_binding(options: LauncherOptions) -> None:
+    """Log a warning if the command line asks to bind ranks to cores."""
+    if options.bind_cores_to_rank or options.bind_core_list:
+        logger.warning(
+            "--bind_cores_to_rank has no effect: ranks share the cores by threads "
+            "(OMP_NUM_THREADS). Start the command under taskset to bind all of it."
+        )
 
 
 @contextmanager

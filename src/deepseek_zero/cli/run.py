@@ -39,6 +39,7 @@ from deepseek_zero.cli.launcher_options import (
     refuse_launcher,
     refuse_options,
     set_log_level,
+    warn_of_binding,
 )
 from deepseek_zero.cli.lifeline import Lifeline
 from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
@@ -131,6 +132,7 @@ def run(options: RunOptions) -> int:
     """
     refuse_options(options)
     set_log_level(options)
+    warn_of_binding(options)
     axes = {axis: getattr(options, axis) for axis in AXES}
     for axis, size in axes.items():
         if size < 1:

@@ -317,3 +317,14 @@ def test_a_shell_completes_commands_and_options(words: list[str], expected: str)
     }
     result = CliRunner().invoke(cli.app, [], env=variables)
     assert result.output.split() == [expected]
+
+
+def test_options_about_cores_and_other_machines_have_no_effect_on_one_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = "--bind_cores_to_rank --bind_core_list 0-1 --ssh_port 2222 --force_multi --venv_script x"
+    options = parse(*line.split(), "--num_gpus", "1", "--no_python", "true")
+    assert run(options) == 0
+    assert "--bind_cores_to_rank has no effect" in caplog.text
+    with pytest.raises(NotBuiltError, match="--ssh_port 2222 cannot start 2 machines"):
+        refuse_launcher(options, 2)

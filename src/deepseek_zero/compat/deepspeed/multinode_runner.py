@@ -107,11 +107,12 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("num_nodes", "min_elastic_nodes", "max_elastic_nodes", "node_rank"):
         add(f"--{name}", type=int, default=-1)
     texts = {"master_addr": "", "launcher": "pdsh", "launcher_args": "", "log_level": "info"}
+    texts |= {"enable_each_rank_log": "None"}
     for name, default in (texts | {"venv_script": None, "bind_core_list": None}).items():
         add(f"--{name}", default=default)
     flags = (
         "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid "
-        "enable_each_rank_log quiet elastic_training bind_cores_to_rank"
+        "quiet elastic_training bind_cores_to_rank"
     )
     for flag in flags.split():
         add(f"--{flag}", action="store_true")

@@ -30,3 +30,9 @@ def test_commands_for_several_machines_name_the_program_and_the_hosts() -> None:
     }
     with pytest.raises(ValueError, match="not found"):
         multinode_runner.parse_resource_filter(slots, include_str="c")
+
+
+def test_the_log_folder_is_no_program() -> None:
+    args = multinode_runner.parse_args(["--enable_each_rank_log", "logs", "train.py"])
+    assert (args.enable_each_rank_log, args.user_script) == ("logs", "train.py")
+    assert multinode_runner.parse_args(["train.py"]).enable_each_rank_log == "None"
