@@ -1,8 +1,8 @@
 """DeepSpeed's `get_accelerator()`, which describes the device of this rank.
 
-`SHARED` holds the functions for all devices, `CUDA` and `CPU` those of one kind. Any other name
-raises an error that lists the available names. The drop-in provides this module as
-`deepspeed.accelerator`.
+`SHARED` holds the functions for all devices, `CUDA` and `CPU` those of one kind, and `TENSORS` the
+constructors of tensors. Any other name raises an error that lists the available names. The drop-in
+provides this module as `deepspeed.accelerator`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import psutil
@@ -44,6 +45,10 @@ def _pin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 Functions = dict[str, Callable[..., Any]]
 
+def _builder(class_name: str) -> Any:
+    return import_module(".ops", __package__).BUILDERS[class_name]()
+
+
 # Functions for both kinds of device
 SHARED: Functions = {
     "device_name": lambda device_index=None: _device_of(default_device().type, device_index),
@@ -61,6 +66,9 @@ SHARED: Functions = {
     "is_fp16_supported": lambda: True,
     "is_fp64_supported": lambda: True,
     "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
+    "amp": lambda: torch.cpu.amp if _is_cpu() else torch.cuda.amp,
+    "create_op_builder": _builder,
+    "get_op_builder": lambda class_name: type(_builder(class_name)),
     "is_triton_supported": lambda: False,  # this library has no triton kernels
     "pin_memory": _pin,
     "is_pinned": lambda tensor: tensor.is_pinned(),
@@ -94,13 +102,28 @@ CPU: Functions = {
     "default_generator": lambda device_index=None: torch.default_generator,
     "max_memory_allocated": _allocated,
     "memory_reserved": _allocated,
+    "memory_cached": _allocated,
     "max_memory_reserved": _allocated,
+    "max_memory_cached": _allocated,
     "memory_stats": lambda device_index=None: {},
     "reset_peak_memory_stats": _nothing,
     "reset_max_memory_allocated": _nothing,
+    "reset_max_memory_cached": _nothing,
     "total_memory": lambda device_index=None: psutil.virtual_memory().total,
     "available_memory": lambda device_index=None: psutil.virtual_memory().available,
     "is_current_stream_capturing": lambda: False,
+}
+
+
+# Constructors of tensors on the device, and their dtypes
+TENSORS = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
 }
 
 
@@ -114,6 +137,9 @@ CUDA: Functions = {name: partial(_of_cuda, name) for name in CPU} | {
     "total_memory": lambda device_index=None: torch.cuda.mem_get_info(device_index)[1],
     "available_memory": lambda device_index=None: torch.cuda.mem_get_info(device_index)[0],
     "reset_max_memory_allocated": torch.cuda.reset_peak_memory_stats,
+    "reset_max_memory_cached": torch.cuda.reset_peak_memory_stats,
+    "memory_cached": torch.cuda.memory_reserved,
+    "max_memory_cached": torch.cuda.max_memory_reserved,
 }
 
 
@@ -124,17 +150,19 @@ class Accelerator:
         own = CPU if _is_cpu() else CUDA
         if name in SHARED:
             return SHARED[name]
+        if name in TENSORS:
+            return partial(torch.tensor, dtype=TENSORS[name], device=default_device())
         if name in own:
             return own[name]
         if name.startswith("_"):
             raise AttributeError(name)
         raise UnknownNameError(
             f"get_accelerator().{name} does not exist.",
-            fix=f"use one of: {', '.join(sorted({*SHARED, *own}))}.",
+            fix=f"use one of: {', '.join(sorted({*SHARED, *TENSORS, *own}))}.",
         )
 
     def __dir__(self) -> list[str]:
-        return sorted({*SHARED, *CPU})
+        return sorted({*SHARED, *TENSORS, *CPU})
 
 
 DeepSpeedAccelerator = CPU_Accelerator = Accelerator
