@@ -13,6 +13,7 @@ tensors are encoded as JSON without pickle, so reading a checkpoint never execut
     tensor                              {"__tensor__": path}, the elements in a safetensors file
     numpy array or scalar               {"__ndarray__": ..., "dtype": ..., "shape": ...,
                                         "is_scalar": ...}
+    types in `OBJECTS`                  {"__set__": [...]} and so on
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import math
 import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -416,7 +418,21 @@ def missing_elements(folder: Path, what: str) -> CheckpointError:
     )
 
 
-RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__", ARRAY)
+# Other types that are stored: key, function that returns plain values, function that reads them
+OBJECTS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    Namespace: ("__namespace__", vars, lambda values: Namespace(**values)),
+    set: ("__set__", list, set),
+    frozenset: ("__frozenset__", list, frozenset),
+    bytes: ("__bytes__", bytes.hex, bytes.fromhex),
+    complex: ("__complex__", repr, complex),
+    type(Path()): ("__path__", str, Path),
+    torch.device: ("__device__", str, torch.device),
+}
+_READ = {key: read for key, _, read in OBJECTS.values()}
+RESERVED_KEYS = (
+    *("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__", ARRAY),
+    *_READ,
+)
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -446,6 +462,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return {"__tensor__": path}
     if isinstance(value, torch.dtype):
         return {"__dtype__": str(value).removeprefix("torch.")}
+    if type(value) in OBJECTS:
+        key, parts, _ = OBJECTS[type(value)]
+        return {key: encode(parts(value), path, tensors)}
     if isinstance(value, Mapping):
         return _encode_mapping(value, path, tensors)
     if isinstance(value, (list, tuple)):
@@ -455,8 +474,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
         "cannot hold.",
         "Checkpoints hold plain values and tensors, so that reading one never runs code.",
-        "save it as numbers, text, lists, dicts, tensors or numpy arrays of numbers "
-        "(vars(namespace), list(a_set)).",
+        "save it as numbers, text, lists, dicts, tensors or numpy arrays of numbers.",
     )
 
 
@@ -501,4 +519,6 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return dtype_named(name)
         case {"__ndarray__": _}:
             return from_plain({key: decode(item, tensors) for key, item in value.items()})
-    return {key: decode(item, tensors) for key, item in value.items()}
+    found = {key: decode(item, tensors) for key, item in value.items()}
+    read = _READ.get(next(iter(found))) if len(found) == 1 else None
+    return found if read is None else read(*found.values())

@@ -11,6 +11,7 @@ objects cannot be stored.
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -87,4 +88,6 @@ def _inside(value: Any, change: Any) -> Any:
         return {key: change(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(change(item) for item in value)
+    if type(value) is Namespace:
+        return Namespace(**_inside(vars(value), change))
     return value

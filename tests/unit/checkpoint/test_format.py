@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,6 +37,10 @@ from deepseek_zero.checkpoint.piece import persistent_buffers
         math.inf,
         torch.bfloat16,
         OrderedDict(x=1),
+        Namespace(lr=0.1, path=Path("a"), device=torch.device("cpu"), tags={"a", (1, 2)}),
+        frozenset({1}),
+        [b"\0raw", 1j],
+        {"__set__": [1]},
         __import__("random").Random(3).getstate(),
     ],
     ids=repr,
@@ -121,11 +128,11 @@ def test_an_array_whose_bytes_do_not_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("value", "named"),
     [
-        ({"a": [0, {1}]}, r"client_state.a\[1\] is a builtins.set"),
+        ({"a": [0, {nn}]}, r"client_state.a\[1\]\[0\] is a builtins.module"),
         ({"f": print}, "client_state.f is a builtins.builtin_function_or_method"),
         ({"o": np.array([object()])}, "client_state.o is a numpy.ndarray"),
         ({"m": np.ma.masked_array([1], [True])}, "client_state.m is a numpy.ma"),
-        ({"b": b"raw"}, "client_state.b is a builtins.bytes"),
+        ({"s": SimpleNamespace()}, "client_state.s is a types.SimpleNamespace"),
         ({(nn,): 1}, "key .* of client_state"),
     ],
 )

@@ -17,6 +17,7 @@ error. Tensors are memory-mapped, so a rank reads only the bytes that it copies.
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -77,6 +78,10 @@ STAND_INS: dict[Any, str] = {
     FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
     int: "deepspeed.runtime.zero.config.ZeroStageEnum",
 }
+# Types of client_state that execute no code, and are not among those that torch loads
+PLAIN_TYPES: dict[Any, str] = {
+    kind: f"{kind.__module__}.{kind.__qualname__}" for kind in (Namespace, frozenset, type(Path()))
+}
 
 
 def deepspeed_files(folder: Path) -> list[Path]:
@@ -111,7 +116,7 @@ def open_file(path: Path) -> State:
     Raises:
         CheckpointError: The file is missing, damaged, or contains other objects.
     """
-    return load_mapped(path, STAND_INS, ", and four classes of DeepSpeed's,")
+    return load_mapped(path, STAND_INS | PLAIN_TYPES, ", and four classes of DeepSpeed's,")
 
 
 def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepSpeedCheckpoint:
