@@ -412,7 +412,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.compat.deepspeed.config_classes": "ZenFlowConfig",
     },
     "deepspeed.runtime.zero": {
-        "deepseek_zero.zero": "unregister_external_parameter",
+        "deepseek_zero.compat.deepspeed.zero": "unregister_external_parameter",
     },
     "deepspeed.runtime.zero.config": {
         "deepseek_zero.compat.deepspeed.config_classes": "DeepSpeedZeroConfig get_zero_config",
@@ -450,11 +450,12 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.compat.deepspeed.parameters": (
             "_orig_torch_empty MultipleAllGatherHandles ZeroParamStatus ZeroParamType"
         ),
-        "deepseek_zero.compat.deepspeed.zero": "_contradicting_single_rank_pg_error",
-        "deepseek_zero.compat.deepspeed.utils": "zero_wrapper_for_fp_tensor_constructor",
-        "deepseek_zero.zero": (
-            "GatheredParameters Init register_external_parameter unregister_external_parameter"
+        "deepseek_zero.compat.deepspeed.zero": (
+            "_contradicting_single_rank_pg_error register_external_parameter "
+            "unregister_external_parameter"
         ),
+        "deepseek_zero.compat.deepspeed.utils": "zero_wrapper_for_fp_tensor_constructor",
+        "deepseek_zero.zero": "GatheredParameters Init",
     },
     "deepspeed.runtime.zero.stage3": {
         "deepseek_zero.compat.deepspeed.estimators": (
@@ -559,9 +560,9 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.zero": {
         "deepseek_zero.compat.deepspeed.parameters": "ZeroParamStatus ZeroParamType",
         "deepseek_zero.compat.deepspeed.utils": "unwrap_model_for_generation",
-        "deepseek_zero.zero": (
-            "GatheredParameters Init register_external_parameter TiledLinear "
-            "unregister_external_parameter"
+        "deepseek_zero.compat.deepspeed.zero": (
+            "register_external_parameter unregister_external_parameter"
         ),
+        "deepseek_zero.zero": "GatheredParameters Init TiledLinear",
     },
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...api.precision import DTYPES, low_precision
+from ...api import zero
 from ...api.zero import GatheredParameters, Init
 from ...base.errors import UsageError
 from ...base.log import log_once
 from ...config.problems import lookup
 from ...config.text import read
+from ...sharding.param_group import ParamGroup
+from ...sharding.sharded_parameter import owner_of
 from .comm import init_distributed
 
 
@@ -87,6 +91,44 @@ class DropInGatheredParameters(GatheredParameters):
             if self.has_checks:
                 raise
             log_once(f"{str(error).splitlines()[0]}  The change is lost.", logging.WARNING)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Declare that a module's forward reads a parameter of another module.
+
+    As in DeepSpeed, a constructor may call it. Before `initialize` it has no effect, because the
+    engine detects the first use.
+
+    Args:
+        module: The module that reads the parameter.
+        parameter: A parameter of the model.
+
+    Raises:
+        RuntimeError: `parameter` is not a parameter.
+    """
+    _change_external(zero.register_external_parameter, module, parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`.
+
+    Args:
+        module: The module that read the parameter.
+        parameter: A parameter of the model.
+
+    Raises:
+        RuntimeError: `parameter` is not a parameter.
+    """
+    _change_external(zero.unregister_external_parameter, module, parameter)
+
+
+def _change_external(
+    change: Callable[[nn.Module, nn.Parameter], None], module: nn.Module, parameter: nn.Parameter
+) -> None:
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError("Parameter is not a torch.nn.Parameter")
+    if isinstance(owner_of(parameter), ParamGroup):
+        change(module, parameter)
 
 
 def _contradicting_single_rank_pg_error(
