@@ -64,16 +64,6 @@ _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _reduce_scatter_fn(
-    output_tensor: Tensor,
-    tensor: Tensor,
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    return _scatter_from(output_tensor, tensor, op=op, group=group, async_op=async_op)
-
-
 def _all_reduce_coalesced(
     tensors: Sequence[Tensor],
     op: Any = dist.ReduceOp.SUM,
@@ -154,7 +144,9 @@ def _into_each(
 # name -> (with a process group, without one)
 COLLECTIVES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "allgather_fn": (_gather_into, _into),
-    "reduce_scatter_fn": (_reduce_scatter_fn, _into),
+    "all_gather_into_tensor": (_gather_into, _into),
+    "reduce_scatter_tensor": (_scatter_from, _into),
+    "reduce_scatter_fn": (_scatter_from, _into),
     "inference_all_reduce": (dist.all_reduce, _unchanged),
     "all_reduce_coalesced": (_all_reduce_coalesced, _unchanged),
     "all_gather_coalesced": (_all_gather_coalesced, _into_each),
@@ -175,9 +167,7 @@ ALONE: dict[str, Callable[..., Any]] = {
     "broadcast": _unchanged,
     "broadcast_object_list": _unchanged,
     "reduce": _unchanged,
-    "all_gather_into_tensor": _into,
     "all_gather_single": _into,
-    "reduce_scatter_tensor": _into,
     "all_to_all_single": _into,
     "all_gather": _into_list,
     "all_gather_object": _object_into_list,
@@ -303,6 +293,12 @@ LOGGED = frozenset(
     "recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send".split()
 )
 
+# DeepSpeed's names of the first arguments, where torch has other names
+_TENSORS = dict.fromkeys(
+    ("allgather_fn", "all_gather_into_tensor", "reduce_scatter_fn", "reduce_scatter_tensor"),
+    ("output_tensor", "tensor"),
+) | {"all_to_all_single": ("output", "tensor")}
+
 
 def __getattr__(name: str) -> Any:
     if name == "comms_logger":
@@ -344,8 +340,11 @@ def _recorded(name: str) -> Callable[..., Any]:
         debug: Any = None,
         **kwargs: Any,
     ) -> Any:
-        logger = _comms_logger()
-        if not logger.wants(log_name or name, prof):
+        for word in _TENSORS.get(name, ())[len(args) :]:
+            if word in kwargs:
+                args = (*args, kwargs.pop(word))
+        logger = _Calls.logger
+        if logger is None or not logger.wants(log_name or name, prof):
             return made(*args, **kwargs)
         return logger.timed(made, name, log_name or name, args, kwargs)
 
