@@ -57,7 +57,8 @@ class StateDicts:
     def __init__(self, runtime: Runtime, *, gathers: bool = True) -> None:
         """Register hooks on every module with parameters.
 
-        Hooks on submodules of a unit make their own state dicts work too.
+        Hooks on submodules of a unit make their own state dicts work too. Submodules of TorchScript
+        cannot have hooks.
 
         Args:
             runtime: The runtime of the wrapped model.
@@ -74,6 +75,8 @@ class StateDicts:
             loader = _Loader(unit)
             mine = {id(member.param) for member in unit.members()}
             for module in unit.module.modules():
+                if module is not unit.module and isinstance(module, torch.jit.ScriptModule):
+                    continue
                 own = map(id, module.parameters(recurse=False))
                 if module is unit.module or not mine.isdisjoint(own):
                     # torch sets an attribute of the hooks, which a bound method does not allow

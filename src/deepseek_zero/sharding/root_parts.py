@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..base.device import next_node_number
@@ -83,11 +84,15 @@ class RootParts:
 
 
 def _parts_of(root: Unit) -> list[nn.Module]:
-    """Return the modules inside the root that own its parameters."""
+    """Return the modules inside the root that own its parameters.
+
+    Modules of TorchScript are left out, because they cannot have hooks.
+    """
     mine = {id(member.param) for member in root.members()}
     return [
         module
         for module in root.module.modules()
         if module is not root.module
+        and not isinstance(module, torch.jit.ScriptModule)
         and any(id(param) in mine for param in module.parameters(recurse=False))
     ]
