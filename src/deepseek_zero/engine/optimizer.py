@@ -77,15 +77,16 @@ def optimizer_parts(
     if is_part:
         params = forget_others(model, client, params)
     if callable(client) and not isinstance(client, Optimizer):
-        made = client(_groups(model, params))
+        groups = _groups(model, params)
+        has_groups = bool(params) and isinstance(params[0], dict)
+        made = client(groups if has_groups else groups[0]["params"])
         if not isinstance(made, Optimizer):
             raise UsageError(
                 f"the callable passed as optimizer returned {shown(made)}, which is not a "
                 "torch.optim.Optimizer.",
-                "It is called with parameter groups, and the returned optimizer steps over shards "
-                "of "
-                "them.",
-                "return an optimizer, for example torch.optim.AdamW(groups, lr=0.001).",
+                "It is called with parameters or parameter groups, and the returned optimizer "
+                "steps over shards of them.",
+                "return an optimizer, for example torch.optim.AdamW(params, lr=0.001).",
             )
         client = made
     if isinstance(client, Optimizer):
