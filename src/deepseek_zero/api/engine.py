@@ -345,7 +345,8 @@ class ZeroEngine(Exports, Engine):
             load_optimizer_states: Restore the optimizer states.
             load_lr_scheduler_states: Restore the learning-rate schedule.
             load_module_only: Restore only the weights.
-            custom_load_fn: Not implemented; must be None.
+            custom_load_fn: Called with `src`, the whole state dict of the checkpoint, and `dst`,
+                the model, after all else is restored. It loads the weights into the model.
 
         Returns:
             The path of the checkpoint and its `client_state`; (None, None) if there is no
@@ -354,11 +355,13 @@ class ZeroEngine(Exports, Engine):
         Note:
             Collective: every rank must call it.
         """
-        _refuse_load_fn("load_checkpoint", custom_load_fn)
         self._states.refuse()
         folder = path_of("load_checkpoint", "load_dir", load_dir)
         restore = saving.Restore(
-            load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+            load_module_strict and custom_load_fn is None,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
         )
         if (
             tag is None
@@ -366,7 +369,10 @@ class ZeroEngine(Exports, Engine):
             and (converted := folder / LATEST_UNIVERSAL).exists()
         ):
             tag = converted.read_text(encoding="utf-8").strip()
-        return saving.load_checkpoint(self, folder, tag, restore)
+        found, client_state = saving.load_checkpoint(self, folder, tag, restore)
+        if found is not None and custom_load_fn is not None:
+            custom_load_fn(src=checkpoint.state_dict_of(Path(found)), dst=self.module)
+        return found, client_state
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background, and publish it.
@@ -413,8 +419,8 @@ class ZeroEngine(Exports, Engine):
 
         Args:
             checkpoint: A full state dict, or `{"module": state_dict}`; the same on every rank.
-            strict: Raise an error if names are missing or unexpected.
-            custom_load_fn: Not implemented; must be None.
+            strict: Raise if names are missing or unexpected.
+            custom_load_fn: Called with `src`, the state dict, and `dst`, the model, to load it.
             fetch_z3_params: Accepted and ignored.
 
         Raises:
@@ -423,7 +429,6 @@ class ZeroEngine(Exports, Engine):
         Note:
             Collective: every rank must call it.
         """
-        _refuse_load_fn("load_module_state_dict", custom_load_fn)
         if not isinstance(checkpoint, Mapping):
             wanted = 'a whole state dict, or {"module": state dict}'
             raise refuse(
@@ -435,7 +440,10 @@ class ZeroEngine(Exports, Engine):
             )
         inner = checkpoint.get("module")
         states = inner if isinstance(inner, Mapping) else dict(checkpoint)
-        self.module.load_state_dict(states, strict=strict)
+        if custom_load_fn is not None:
+            custom_load_fn(src=states, dst=self.module)
+        else:
+            self.module.load_state_dict(states, strict=strict)
 
     def save_16bit_model(
         self,
@@ -740,12 +748,3 @@ class ZeroEngine(Exports, Engine):
             steps = engine.lines_about_steps(self.runtime, self.optimizer)
             log_once("\n".join(["where the run went", *steps]))
         super().destroy()
-
-
-def _refuse_load_fn(owner: str, given: Any) -> None:
-    if given is not None:
-        raise NotBuiltError(
-            f"{owner}(custom_load_fn=...) is not built yet.",
-            "Each rank reads only its own slices, so there is no whole state dict to hand over.",
-            "load with load_module_strict=False, or change weights inside zero.GatheredParameters.",
-        )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ..base.lazy import loads_on_first_use
 
 if TYPE_CHECKING:
+    from .convert import state_dict_of
     from .export import (
         FILE_SUFFIXES,
         ExportSettings,
@@ -31,12 +32,14 @@ __all__ = [
     "load_slices",
     "load_weights",
     "load_weights_into",
+    "state_dict_of",
 ]
 
 if not TYPE_CHECKING:  # otherwise a type checker accepts any name
     __getattr__ = loads_on_first_use(
         __name__,
         {
+            "convert": "state_dict_of",
             "export": "FILE_SUFFIXES ExportSettings consolidated export_file export_safetensors",
             "load": "load_slices",
             "save": "PendingSave",

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from .export import save_torch
 from .hf_folder import (
@@ -77,6 +78,33 @@ def convert_to_safetensors(
         return names
 
 
+def state_dict_of(
+    path: Path,
+    dtype: torch.dtype | str | None = None,
+    *,
+    tag: str | None = None,
+    exclude_frozen: bool = False,
+) -> dict[str, Tensor]:
+    """Return a checkpoint's weights and buffers as a whole state dict.
+
+    Tied weights appear under each of their names.
+
+    Args:
+        path: A checkpoint, or a directory of checkpoints.
+        dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
+        tag: The checkpoint in the directory; None selects the one named by `latest`.
+        exclude_frozen: Omit parameters that are not trained.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged.
+    """
+    with ExitStack() as stack:
+        source = open_checkpoint(path, tag, stack)
+        tensors = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
+        state = {name: lazy.contiguous() for name, lazy in tensors.items()}
+        return state | {name: state[first] for name, first in source.tied.items() if first in state}
+
+
 def convert_to_pth(
     path: Path,
     out: Path,
@@ -100,11 +128,7 @@ def convert_to_pth(
     Raises:
         CheckpointError: The checkpoint is damaged, or the disk returned an error.
     """
-    with ExitStack() as stack:
-        source = open_checkpoint(path, tag, stack)
-        tensors = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
-        state = {name: lazy.contiguous() for name, lazy in tensors.items()}
-        state |= {name: state[first] for name, first in source.tied.items() if first in state}
+    state = state_dict_of(path, dtype, tag=tag, exclude_frozen=exclude_frozen)
     with staged_output(out) as output:
         save_torch(state, output.path / out.name)
         output.publish_file()
