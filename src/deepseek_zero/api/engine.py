@@ -419,7 +419,7 @@ class ZeroEngine(Exports, Engine):
 
         Args:
             checkpoint: A full state dict, or `{"module": state_dict}`; the same on every rank.
-            strict: Raise if names are missing or unexpected.
+            strict: Raise an error if names are missing or unexpected.
             custom_load_fn: Called with `src`, the state dict, and `dst`, the model, to load it.
             fetch_z3_params: Accepted and ignored.
 

@@ -78,7 +78,7 @@ def optimizer_parts(
         params = forget_others(model, client, params)
     if callable(client) and not isinstance(client, Optimizer):
         groups = _groups(model, params)
-        has_groups = bool(params) and isinstance(params[0], dict)
+        has_groups = params is not None and any(isinstance(each, dict) for each in params)
         made = client(groups if has_groups else groups[0]["params"])
         if not isinstance(made, Optimizer):
             raise UsageError(

@@ -45,6 +45,7 @@ def _pin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 Functions = dict[str, Callable[..., Any]]
 
+
 def _builder(class_name: str) -> Any:
     return import_module(".ops", __package__).BUILDERS[class_name]()
 

@@ -343,8 +343,8 @@ def _recorded(name: str) -> Callable[..., Any]:
         for word in _TENSORS.get(name, ())[len(args) :]:
             if word in kwargs:
                 args = (*args, kwargs.pop(word))
-        logger = _Calls.logger
-        if logger is None or not logger.wants(log_name or name, prof):
+        logger = _comms_logger()
+        if not logger.wants(log_name or name, prof):
             return made(*args, **kwargs)
         return logger.timed(made, name, log_name or name, args, kwargs)
 

@@ -6,6 +6,7 @@ attributes. For every other name of DeepSpeed's engine, missing.py has the reaso
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from ... import checkpoint, parallel
 from ...api.engine import ZeroEngine
 from ...api.leaves import get_z3_leaf_modules
 from ...base.errors import BatchMismatchError, NotBuiltError, UsageError
-from ...base.log import logger
+from ...base.log import log_once, logger
 from ...base.mesh import Mesh
 from ...base.nested import tensors_in
 from ...comm.context import local_rank
@@ -37,6 +38,8 @@ from . import groups
 from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
 from .missing import ENGINE, engine_name_missing, missing_names
+from .moe import has_moe_layers
+from .optimizer import NamedOptimizer
 from .parameters import show_ds_names
 
 # Imported for type checking only, because importing pydantic is slow.
@@ -364,6 +367,7 @@ ATTRIBUTES |= {
     "communication_data_type": lambda e: (
         e.runtime.settings.policy.reduce or e.runtime.settings.policy.compute
     ),
+    "has_moe_layers": lambda e: has_moe_layers(e.module)[0],
     "sparse_tensor_module_names": lambda e: set(),
     "warn_unscaled_loss": lambda e: False,
 }
@@ -415,6 +419,8 @@ class DeepSpeedEngine(ZeroEngine):
         is_dropin: bool = False,
     ) -> None:
         super().__init__(config, mesh, parts, lr_scheduler, training_dataloader)
+        if isinstance(self.optimizer, NamedOptimizer):
+            self.optimizer.engine = weakref.ref(self)
         if request is not None:
             self.client_optimizer = request.optimizer
             self.client_lr_scheduler = request.lr_scheduler
@@ -491,20 +497,17 @@ class DeepSpeedEngine(ZeroEngine):
             pin_memory: Ignored; memory is pinned if the device is a GPU.
             data_sampler: Sampler to use instead of a DistributedSampler.
             collate_fn: Function that makes a batch of samples.
-            num_local_io_workers: Must be 0 or None.
+            num_local_io_workers: Ignored, with a warning if it is not 0 or None.
 
         Returns:
             The loader, which yields one micro-batch at a time.
-
-        Raises:
-            NotBuiltError: `num_local_io_workers` is not 0 or None.
         """
         if num_local_io_workers:
-            raise NotBuiltError(
-                f"deepspeed_io(num_local_io_workers={num_local_io_workers}) is not built yet.",
-                "Batches are made in this process, one ahead of the step.",
-                "pass the batches of your own DataLoader, with any number of workers, to the "
-                "engine.",
+            log_once(
+                f"deepspeed_io(num_local_io_workers={num_local_io_workers}) has no effect: batches "
+                "are made in this process, one ahead of the step. Pass the batches of your own "
+                "DataLoader, with any number of workers, to the engine.",
+                logging.WARNING,
             )
         refuse_shared_loader(self.config, self.mesh, "deepspeed_io")
         if route == "train":

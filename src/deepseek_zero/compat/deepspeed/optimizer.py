@@ -94,7 +94,13 @@ State = dict[str, Any]  # of an optimizer, or of one parameter of it
 
 
 class NamedOptimizer(ShardedOptimizer):
-    """The sharded optimizer with DeepSpeed's attributes and methods."""
+    """The sharded optimizer with DeepSpeed's attributes and methods.
+
+    Attributes:
+        engine: A weak reference to the engine, which sets it.
+    """
+
+    engine: Callable[[], Any] = staticmethod(lambda: None)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Allocate the object without the constructor of the other base of `_plain_class`."""
@@ -236,6 +242,44 @@ class NamedOptimizer(ShardedOptimizer):
         )
         squares = rows.sum(0) if is_cut else rows[comm.rank]
         return list(squares.sqrt().float())
+
+    def scaled_global_norm(self, norm_type: int = 2) -> torch.Tensor:
+        """Return the norm of all reduced gradients, which contain the loss scale.
+
+        Args:
+            norm_type: Must be 2, as in DeepSpeed.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        assert norm_type == 2, "only the L2 norm is supported"
+        norm: torch.Tensor = torch.stack(self._get_norm_groups()).norm()
+        return norm
+
+    # -- offloading, for programs that call the optimizer instead of its engine
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Release the memory of states, as `offload_states` of the engine does.
+
+        Args:
+            *args: Positional arguments of the engine's method.
+            **kwargs: Keyword arguments of the engine's method.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        self.engine().offload_states(*args, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Restore the states that `offload_states` moved.
+
+        Args:
+            non_blocking: Accepted; the states have been restored when this returns.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        self.engine().reload_states(non_blocking)
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:

@@ -28,6 +28,7 @@ class PipelineEngine(DeepSpeedEngine):
     """
 
     pipeline_parallelism = True
+    is_pipe_partitioned = is_grad_partitioned = False  # activations are sent whole
 
     _batch_fn: Callable[[Any], Any] | None = None
     _data: Iterator[Any] | None = None
@@ -129,6 +130,9 @@ class PipelineEngine(DeepSpeedEngine):
         )
         return layers.activation_checkpoint_interval > 0 and is_named
 
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: messages between stages may have tensors of any dtype."""
+
     def reset_activation_shape(self) -> None:
         """Discard the known shapes of messages between stages.
 
@@ -171,6 +175,16 @@ class PipelineEngine(DeepSpeedEngine):
     def is_last_stage(self) -> bool:
         """Return whether this rank has the last stage."""
         return self.stage_id == self.num_stages - 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Return whether there are several data-parallel ranks."""
+        return bool(self.grid.data_parallel_size > 1)
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Return whether the layers are split over several tensor-parallel ranks."""
+        return bool(self.grid.slice_parallel_size > 1)
 
     def is_pipe_parallel(self) -> bool:
         """Return True: the engine always has a pipeline, even of one stage."""

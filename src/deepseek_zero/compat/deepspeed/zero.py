@@ -6,15 +6,14 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ...api.precision import DTYPES, low_precision
 from ...api import zero
+from ...api.precision import DTYPES, low_precision
 from ...api.zero import GatheredParameters, Init
 from ...base.errors import UsageError
 from ...base.log import log_once

@@ -26,7 +26,9 @@ def test_the_accelerator_reports_its_device() -> None:
 def test_the_accelerator_makes_tensors_and_builders() -> None:
     found = get_accelerator()
     counts = found.LongTensor([2, 3])
-    assert counts.tolist() == [2, 3] and counts.dtype is torch.int64 and found.on_accelerator(counts)
+    assert (
+        counts.tolist() == [2, 3] and counts.dtype is torch.int64 and found.on_accelerator(counts)
+    )
     assert found.FloatTensor([1.5]).dtype is torch.float32 and hasattr(found.amp(), "autocast")
     assert found.create_op_builder("CPUAdamBuilder").is_compatible()
     assert isinstance(found.memory_cached(), int) and "ByteTensor" in dir(found)

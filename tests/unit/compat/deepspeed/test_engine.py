@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -490,3 +493,111 @@ def test_saving_without_a_folder_is_a_value_error(tmp_path: Path) -> None:
     engine._change_recovery_script_permissions(script)
     assert script.stat().st_mode & 0o777 == 0o700
     engine._change_recovery_script_permissions(tmp_path / "missing")  # a line in the log
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_are_offloaded_by_the_optimizer_as_by_its_engine(stage: int) -> None:
+    from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+    engine = built(config(stage))
+    engine.backward(engine(torch.ones(2, HIDDEN)))
+    engine.step()
+    kinds = [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]
+    engine.optimizer.offload_states(
+        include=kinds, device=OffloadDeviceEnum.cpu, pin_memory=True, non_blocking=True
+    )
+    assert engine.offloaded_states == set(kinds)
+    engine.optimizer.reload_states(non_blocking=True)
+    assert not engine.offloaded_states
+    assert engine.config["zero_optimization"]["offload_optimizer"]["device"] == "none"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_optimizer_returns_the_scaled_norm_between_backward_and_step(stage: int) -> None:
+    engine = built(config(stage, fp16={"enabled": True, "initial_scale_power": 3}))
+    engine.backward(engine(torch.ones(2, HIDDEN).half()))
+    norm = float(engine.optimizer.scaled_global_norm())
+    engine.step()
+    assert norm == pytest.approx(8 * engine.get_global_grad_norm(), rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_custom_load_fn_gets_the_whole_state_dict_and_loads_it(stage: int, tmp_path: Path) -> None:
+    saved = built(config(stage))
+    saved.backward(saved(torch.ones(2, HIDDEN)))
+    saved.step()
+    whole = saved.module_state_dict()
+    saved.save_checkpoint(tmp_path, client_state={"epoch": 3})
+
+    def load_without_bias(src: dict[str, Tensor], dst: nn.Module) -> None:
+        src = {name: value for name, value in src.items() if name != "last.bias"}
+        dst.load_state_dict({**src, "norm.bias": torch.full((HIDDEN,), 2.0)}, strict=False)
+
+    engine = built(config(stage))
+    _, client = engine.load_checkpoint(
+        tmp_path, load_module_only=True, custom_load_fn=load_without_bias
+    )
+    found = engine.module_state_dict()
+    assert client == {"epoch": 3} and torch.equal(found["first.weight"], whole["first.weight"])
+    assert torch.equal(found["norm.bias"], torch.full((HIDDEN,), 2.0))
+    engine.load_module_state_dict(whole, custom_load_fn=load_without_bias)
+    engine.load_module_state_dict({"module": whole})
+    assert torch.equal(engine.module_state_dict()["norm.bias"], whole["norm.bias"])
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_client_state_may_have_the_arguments_of_a_script(stage: int, tmp_path: Path) -> None:
+    args = Namespace(lr=0.1, out=Path("a"), device=torch.device("cpu"), tags={1}, raw=b"x")
+    state = {"args": args, "frozen": frozenset({"a"}), "sizes": Namespace(n=np.int64(3))}
+    engine = built(config(stage))
+    engine.save_checkpoint(tmp_path, client_state=state)
+    assert engine.load_checkpoint(tmp_path)[1] == state
+
+
+def test_a_callable_optimizer_gets_parameters_or_the_groups_that_were_passed() -> None:
+    import deepspeed
+
+    for grouped in (False, True):
+        model = Model()
+        seen: list[Any] = []
+
+        def make(given: Any, seen: list[Any] = seen) -> torch.optim.Optimizer:
+            seen += given
+            return torch.optim.SGD(given, lr=0.1)
+
+        own = list(model.parameters())
+        given = [{"params": own, "lr": 0.5}] if grouped else own
+        without = {key: value for key, value in config(1).items() if key != "optimizer"}
+        deepspeed.initialize(model=model, optimizer=make, model_parameters=given, config=without)
+        assert [type(each) for each in seen] == [dict if grouped else nn.Parameter] * len(given)
+
+
+def test_workers_of_a_loader_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    loader = built(config(1)).deepspeed_io([torch.ones(HIDDEN)] * 3, num_local_io_workers=2)
+    assert len(list(loader)) == 3 and "num_local_io_workers=2" in caplog.text
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_submodules_of_torchscript_are_trained(stage: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+
+        class Mix(torch.jit.ScriptModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(HIDDEN, HIDDEN)
+                self.scale = nn.Parameter(torch.ones(HIDDEN))
+
+            @torch.jit.script_method
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(x * self.scale)
+
+        model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Mix(), nn.Linear(HIDDEN, 1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = built(config(stage), model)
+    assert not engine.has_moe_layers
+    engine.backward(engine(torch.ones(2, HIDDEN)).square().mean())
+    engine.step()
+    after = engine.module_state_dict()
+    assert after.keys() == before.keys()
+    assert not any(torch.equal(after[name], before[name]) for name in before)
