@@ -28,8 +28,6 @@ from .world import local_rank
 
 CPU = torch.device("cpu")
 WeakStorage = StorageWeakRef  # a weak reference to a storage
-# The class of modules that torch.jit.script made
-ScriptedModule: type[nn.Module] = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 # The second is DeepSpeed's variable
 DEVICE_VARIABLES = ("DEEPSEEK_ZERO_DEVICE", "DS_ACCELERATOR")
 

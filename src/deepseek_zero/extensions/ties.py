@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.device import ScriptedModule
 from ..base.errors import NotBuiltError, UsageError
 from ..optim.param_groups import TIED_TO
 from ..sharding.sharded_parameter import ShardedParameter, owner_of
@@ -83,16 +82,15 @@ def refuse_modules(model: nn.Module) -> None:
         model: The model whose modules are checked, before it is sharded.
 
     Raises:
-        UsageError: A module was compiled by `torch.jit.script`, or a lazy module has no parameters
+        UsageError: The model was compiled by `torch.jit.script`, or a lazy module has no parameters
             yet.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, ScriptedModule):
-            raise UsageError(
-                f"'{name}' was compiled by torch.jit.script.",
-                "Scripted modules accept no hooks, which gather the weights and save them.",
-                "pass the module as it was before torch.jit.script; torch.compile may be used.",
-            )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UsageError(
+            "the model was compiled by torch.jit.script.",
+            "Scripted modules accept no hooks, which gather the weights and save them.",
+            "pass the model as it was before torch.jit.script; its submodules may be scripted.",
+        )
     for name, param in model.named_parameters():
         if nn.parameter.is_lazy(param):
             raise UsageError(

@@ -153,6 +153,8 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
     units = [UnitShape("")]
     seen = set[int]()
     for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # it cannot have hooks
         if name in chosen or (name in tiles and id(module) not in seen):
             seen.add(id(module))
             modules.append(module)
