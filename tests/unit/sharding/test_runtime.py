@@ -299,3 +299,29 @@ def test_a_forward_after_an_interrupted_one_is_an_ordinary_forward(
     for norm, hooks in run_ranks(2, run):
         assert norm == expected
         assert hooks is None
+
+
+class Table(nn.Sequential):
+    """A model that adds a buffer to its input."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table)
+
+
+@on_stages
+def test_an_error_about_dtypes_names_the_buffers_that_were_not_cast(stage: int) -> None:
+    def run(rank: Rank) -> str:
+        model = Table()
+        _runtime = sharded(rank, model, stage=stage, policy=POLICIES[torch.bfloat16])
+        with pytest.raises(RuntimeError, match="dtype") as caught:
+            model(torch.ones(2, 4))
+        (note,) = caught.value.__notes__
+        return note
+
+    (note,) = run_ranks(1, run)
+    assert "cast to torch.bfloat16" in note
+    assert "another dtype are 'table'." in note
