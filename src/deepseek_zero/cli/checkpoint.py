@@ -109,9 +109,8 @@ def convert_command(
             why="A DeepSpeed checkpoint holds the states in the dtypes they train in.",
             fix="Leave --dtype out, or convert to safetensors or pth.",
         )
-    _pages().convert(
-        where, tag, out, (to.value, dtype.value if dtype is not None else None), as_json=json
-    )
+    name = dtype.value if dtype is not None else None
+    _pages().convert(where, tag, out, to.value, name, as_json=json)
 
 
 @app.command("prune")

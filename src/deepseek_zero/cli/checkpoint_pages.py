@@ -14,7 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -47,7 +46,6 @@ CONVERTERS: dict[str, Callable[..., Any]] = {
     "pth": convert_to_pth,
 }
 Facts = dict[str, Any]  # about a checkpoint, or about a tensor of one
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
 
 # -- inspect
@@ -337,7 +335,7 @@ def _print_faults(console: Console, faults: Sequence[Fault]) -> None:
 
 def _convert(source: Path, out: Path, form: str, dtype: str | None) -> None:
     if form in CONVERTERS:
-        CONVERTERS[form](source, out, DTYPES[dtype])
+        CONVERTERS[form](source, out, dtype)
         return
     for module in contributions(CHECKPOINT_LAYOUTS):
         if form in module.CONVERTERS:
@@ -351,7 +349,7 @@ def _convert(source: Path, out: Path, form: str, dtype: str | None) -> None:
 
 
 def convert(
-    where: Path, tag: str | None, out: Path, how: tuple[str, str | None], *, as_json: bool
+    where: Path, tag: str | None, out: Path, form: str, dtype: str | None, *, as_json: bool
 ) -> None:
     """Convert a checkpoint to another format.
 
@@ -359,10 +357,10 @@ def convert(
         where: A directory of checkpoints, or a checkpoint.
         tag: The checkpoint in the directory; None selects the one named by `latest`.
         out: The output, which must not exist.
-        how: Format and dtype.
+        form: The format: "safetensors", "pth", or one that another package contributes.
+        dtype: The dtype of the weights; None keeps that of the checkpoint.
         as_json: Print JSON instead of text.
     """
-    form, dtype = how
     if out.exists():
         raise UsageError(
             f"{out} exists already.",
