@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ...api.utils import log_dist
 from ...base.device import default_device, synchronize
+from . import comm
 from .runtime_utils import get_tensor_bytes
 
 # operation -> function of the number of ranks that returns (algorithm factor, bus factor): bytes
@@ -79,7 +80,7 @@ def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, floa
         The algorithm bandwidth (message size divided by time) and the bus bandwidth, both in
         Gbit/s.
     """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = comm.get_world_size()
     moved, carried = FACTORS[comm_op](ranks) if comm_op in FACTORS else (1, 1)
     gbps = size * 8 / 1e6 / duration if duration else 0.0
     return gbps * moved, gbps * carried
@@ -237,8 +238,11 @@ class CommsLogger:
         if print_log:
             self._print("Comm. Op", summary)
             self._print("Straggler effect", stragglers or {})
-        ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        about = {"world_size": ranks[0], "rank": ranks[1], "timestamp": datetime.now().isoformat()}
+        about = {
+            "world_size": comm.get_world_size(),
+            "rank": comm.get_rank(),
+            "timestamp": datetime.now().isoformat(),
+        }
         found = {"summary": summary, "straggler_analysis": stragglers, "metadata": about}
         return found if return_dict else None
 

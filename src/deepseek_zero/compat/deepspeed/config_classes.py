@@ -26,6 +26,7 @@ from ...config.batch import BatchRequest, solve
 from ...config.problems import Problem
 from ...config.schema import MOE_BLOCKS
 from ...config.text import read
+from . import comm
 from .constants import OffloadDeviceEnum, ZeroStageEnum
 
 Given = Mapping[str, Any]  # a configuration, or a section of it
@@ -734,7 +735,7 @@ class DeepSpeedConfig:
                     f"'{path}' has been removed from DeepSpeed.",
                     fix=f"remove {path} from the configuration",
                 )
-        self.global_rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.global_rank = comm.get_rank()
         self.world_size = _data_ranks(self._param_dict, mpu, mesh_device)
         self._read_sections(self._param_dict)
         self._configure_train_batch_size()

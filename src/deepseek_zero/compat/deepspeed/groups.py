@@ -112,10 +112,7 @@ def mesh() -> Mesh:
     """Return the current mesh, from the point of view of this rank."""
     if (stated := _stated()) is not None:
         return stated[0]
-    is_distributed = dist.is_initialized()
-    size = dist.get_world_size() if is_distributed else 1
-    rank = dist.get_rank() if is_distributed else 0
-    return Mesh().on_world(size, rank)
+    return Mesh().on_world(dist.get_world_size(), dist.get_rank())
 
 
 def make_groups(over: Mesh) -> None:

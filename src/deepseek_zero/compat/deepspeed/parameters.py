@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.device import keep_parameters_in, parameters_dict
@@ -27,6 +26,7 @@ from ...planner.layout import Slot
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import ShardedParameter, owner_of
 from ...tiers.tier import Tier
+from .comm import get_world_group
 
 
 class ZeroParamStatus(Enum):
@@ -225,7 +225,7 @@ VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
     "ds_status": _status,
     "ds_tensor": _slice,
     "ds_persist": lambda owner, param: isinstance(owner, ParamGroup) and not owner.is_sharded,
-    "ds_process_group": lambda owner, param: dist.group.WORLD if dist.is_initialized() else None,
+    "ds_process_group": lambda owner, param: get_world_group(),
     # The schedule decides which modules use it.
     "ds_active_sub_modules": lambda owner, param: set(),
     "partition_numel": lambda owner, param: partial(_numel_here, owner, param),

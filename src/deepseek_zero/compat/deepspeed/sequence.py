@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...base.log import log_once
 from ...parallel.sequence import SequenceAttention, exchange, spread
+from . import comm
 
 
 class GroupRanks:
@@ -21,9 +22,8 @@ class GroupRanks:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        self.size = 1 if is_alone else dist.get_world_size(group)
-        self.index = 0 if is_alone else dist.get_rank(group)
+        self.size = comm.get_world_size(group)
+        self.index = comm.get_rank(group)
 
     def exchange(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
         """Exchange equally sized slices between the ranks (all-to-all).
