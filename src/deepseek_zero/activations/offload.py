@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..base.device import backward_id, queue_backward_callback, version_of
 from ..base.memory import PAGE, trim_heap
-from ..base.quantities import format_bytes
+from ..base.quantities import ceil_div, format_bytes, rounded_up
 from ..base.work import Work
 from ..comm.context import ranks_of_this_host
 from ..tiers.tier import CopyEngine, CopyEvent, Storage, TierMemory, copy_engine_for
@@ -138,7 +138,7 @@ class ActivationOffload:
         self.sweep()
         self._store_newest()
         forms = [TensorMeta.of(tensor) for tensor in tensors]
-        nbytes = sum(rounded(form.nbytes, ALIGNMENT) for form in forms)
+        nbytes = sum(rounded_up(form.nbytes, ALIGNMENT) for form in forms)
         inputs = OffloadedInputs(*self._block_for(nbytes), forms)
         self._copies.copy_out(tensors, inputs)
         self._arrived += 1
@@ -213,7 +213,7 @@ class ActivationOffload:
         if not self._offloaded and len(self.slabs) > 1:
             self._join()
         self._chunk_bytes = self._chunk_bytes or self._best_chunk()
-        whole = rounded(nbytes, self._chunk_bytes)
+        whole = rounded_up(nbytes, self._chunk_bytes)
         for arena in self.slabs:
             if (block := arena.take(whole)) is not None:
                 return arena, block
@@ -226,13 +226,13 @@ class ActivationOffload:
     def _join(self) -> None:
         """Replace several arenas by one, while nothing is offloaded."""
         self._chunk_bytes = self._best_chunk()
-        nbytes = sum(rounded(arena.nbytes, self._chunk_bytes) for arena in self.slabs)
+        nbytes = sum(rounded_up(arena.nbytes, self._chunk_bytes) for arena in self.slabs)
         self._release_memory()
         self.memory = self._open()
         self._reserve(nbytes)
 
     def _best_chunk(self) -> int:
-        return rounded(-(-self._largest_bytes // CHUNKS), PAGE)
+        return rounded_up(ceil_div(self._largest_bytes, CHUNKS), PAGE)
 
     def _reserve(self, nbytes: int) -> Arena:
         self.memory.check_space(nbytes, ranks_of_this_host())
@@ -384,7 +384,7 @@ class OffloadedInputs:
         start = 0
         for form in self.forms:
             found.append((form, bytes_[start : start + form.nbytes]))
-            start += rounded(form.nbytes, ALIGNMENT)
+            start += rounded_up(form.nbytes, ALIGNMENT)
         return found
 
 
@@ -464,19 +464,6 @@ class ActivationCopy:
         if device not in self._engines:
             self._engines[device] = CopyEngine() if device == home else copy_engine_for(device)
         return self._engines[device]
-
-
-def rounded(nbytes: int, unit: int) -> int:
-    """Return a number of bytes, rounded up to a multiple of `unit`.
-
-    Args:
-        nbytes: The number of bytes to round.
-        unit: The size in bytes of which the result is a multiple.
-
-    Returns:
-        The smallest multiple of `unit` that is at least `nbytes`.
-    """
-    return -(-nbytes // unit) * unit
 
 
 class Arena:

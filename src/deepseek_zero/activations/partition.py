@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.errors import UsageError
+from ..base.quantities import ceil_div
 from ..comm.collectives import Comm
 from ..parallel.inputs import difference
 from .offload import ActivationOffload, ParkedTensors
@@ -81,7 +82,7 @@ class PartitionedInputs:
         if not tensor.is_contiguous():
             return tensor
         flat = tensor.detach().view(-1)
-        count = -(-flat.numel() // self.comm.size)
+        count = ceil_div(flat.numel(), self.comm.size)
         own = flat[self.comm.rank * count : (self.comm.rank + 1) * count]
         return own if own.numel() == count else F.pad(own, (0, count - own.numel()))
 

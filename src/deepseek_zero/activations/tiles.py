@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import parallel
 from ..base.errors import NotBuiltError, UsageError
+from ..base.quantities import ceil_div
 from ..sharding.sharded_parameter import ShardedParameter
 
 
@@ -267,7 +268,7 @@ class TiledMlp(nn.Module):
         if not places or not (self.training and torch.is_grad_enabled()):
             return plain(*args, **kwargs)
         tokens = given[places[0]].shape[:-1]
-        tiles = -(-tokens[-1] // self.tile_rows) if tokens else 1
+        tiles = ceil_div(tokens[-1], self.tile_rows) if tokens else 1
         if tiles <= 1:
             return plain(*args, **kwargs)
         if any(given[place].shape[:-1] != tokens for place in places):

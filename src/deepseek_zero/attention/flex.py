@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.quantities import ceil_div
 from .plan import AttentionShape, Pattern
 from .rows import Bias
 
@@ -116,8 +117,8 @@ def _blocks_of(pattern: Pattern, shape: AttentionShape, device: torch.device) ->
     some, every = (torch.stack(each).to(device) for each in zip(*seen, strict=True))
     table = None
     if pattern.layout is not None:
-        rows = -(-shape.keys // pattern.layout.query_block)
-        blocks = -(-shape.keys // pattern.layout.block)
+        rows = ceil_div(shape.keys, pattern.layout.query_block)
+        blocks = ceil_div(shape.keys, pattern.layout.block)
         table = torch.stack([pattern.layout.rows(each, 0, rows, blocks) for each in variants]).to(
             device
         )
@@ -138,8 +139,8 @@ def _coarse(pattern: Pattern, variant: int, shape: AttentionShape) -> tuple[Tens
         near = torch.ones_like(begins, dtype=torch.bool)
         whole = ends - begins == SIDE
         if layout is not None:
-            rows = -(-stop // layout.query_block)
-            blocks = -(-shape.keys // layout.block)
+            rows = ceil_div(stop, layout.query_block)
+            blocks = ceil_div(shape.keys, layout.block)
             own = layout.rows(variant, start // layout.query_block, rows, blocks)
             first = begins // layout.block
             last = -(-ends // layout.block)

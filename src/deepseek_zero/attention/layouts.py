@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import ConfigError, shown
+from ..base.quantities import ceil_div
 
 Direction = Literal["unidirectional", "bidirectional"]
 BlockSpan = tuple[int, int]  # Blocks [start, stop)
@@ -110,8 +111,8 @@ class BlockLayout:
         Returns:
             A bool tensor of shape ``(heads, rows, blocks)``, True for visible blocks.
         """
-        rows = -(-tokens // self.query_block)
-        blocks = -(-tokens // self.block)
+        rows = ceil_div(tokens, self.query_block)
+        blocks = ceil_div(tokens, self.block)
         return torch.stack(
             [self.rows(self.variant(head), 0, rows, blocks) for head in range(heads)]
         )

@@ -18,6 +18,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from ..base.quantities import ceil_div
 from .layouts import BlockLayout, BlockSpan, Dense
 
 SMALLEST_TILE = 32  # Queries; the kernel processes this many at a time
@@ -430,12 +431,12 @@ class _Rows:
         if layout is None:
             return cls(pattern, shape)
         first = start // layout.query_block
-        blocks = -(-shape.keys // layout.block)
+        blocks = ceil_div(shape.keys, layout.block)
         return cls(
             pattern,
             shape,
             first,
-            layout.rows(variant, first, -(-stop // layout.query_block), blocks),
+            layout.rows(variant, first, ceil_div(stop, layout.query_block), blocks),
         )
 
 
@@ -500,9 +501,9 @@ def _blocks(
     """
     (start, stop), (first, last), ahead = queries, keys, rows.pattern.ahead
     row = start // layout.query_block
-    end = -(-stop // layout.query_block)
+    end = ceil_div(stop, layout.query_block)
     block = first // layout.block
-    beyond = -(-last // layout.block)
+    beyond = ceil_div(last, layout.block)
     assert rows.seen is not None
     seen = rows.seen[row - rows.first : end - rows.first, block:beyond]
     edges = (

@@ -26,6 +26,7 @@ from torch import Tensor
 from . import host
 from .capabilities import Capability
 from .errors import OutOfMemoryError
+from .quantities import ceil_div, rounded_up
 
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
@@ -383,7 +384,7 @@ def _advise(tensor: Tensor, advice: str) -> int:
     """Call madvise for the whole pages of a tensor on Linux; return its result."""
     if sys.platform != "linux":
         return 0
-    start = -(-tensor.data_ptr() // PAGE) * PAGE
+    start = rounded_up(tensor.data_ptr(), PAGE)
     nbytes = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - start
     if nbytes <= 0:
         return 0
@@ -414,7 +415,7 @@ def is_cached(descriptor: int, start: int, stop: int) -> bool:
     try:
         pages = mmap.mmap(descriptor, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
         address = np.frombuffer(pages, np.uint8).ctypes
-        there = np.zeros(-(-length // PAGE), np.uint8)
+        there = np.zeros(ceil_div(length, PAGE), np.uint8)
         result = ctypes.CDLL(None).mincore(address, ctypes.c_size_t(length), there.ctypes)
     except (OSError, ValueError, AttributeError):  # no such function in this C library
         return False
@@ -520,7 +521,7 @@ class SegmentView:
         self.tensor: Tensor = torch.frombuffer(pages, dtype=dtype)
         with suppress(OSError):  # older kernels map page by page on access
             pages.madvise(_POPULATE_READ)
-        self._entries = bytearray(-(-len(pages) // PAGE) * _ENTRY)
+        self._entries = bytearray(ceil_div(len(pages), PAGE) * _ENTRY)
         self._clean = b""  # the entries while nothing was written
 
     def was_written(self) -> bool:

@@ -1,9 +1,19 @@
-"""Format bytes, counts and durations in a few characters."""
+"""Format bytes, counts and durations in a few characters, and divide with rounding up."""
 
 from __future__ import annotations
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("", "k", "M", "G", "T")
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """Return the quotient of two integers, rounded up."""
+    return -(-number // divisor)
+
+
+def rounded_up(number: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is not below `number`."""
+    return ceil_div(number, unit) * unit
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.quantities import ceil_div
 from ..planner.layout import Shape
 from ..planner.split import Ranges, Split
 
@@ -254,7 +255,7 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> list[FlatBox]:
         inner = flat_boxes(shape[1:], low, high)
         return [((index, *offset), (1, *size), index * row + flat) for offset, size, flat in inner]
 
-    first = -(-start // row)  # the whole rows are [first, last)
+    first = ceil_div(start, row)  # the whole rows are [first, last)
     last = stop // row
     if first > last:
         return inside(last, start - last * row, stop - last * row)

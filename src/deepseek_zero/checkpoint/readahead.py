@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..base.memory import PAGE, is_cached, private_pages
 from ..base.progress import LongWork
+from ..base.quantities import rounded_up
 
 BLOCK_BYTES = 8 << 20
 BLOCKS = 4  # 32 MiB per open file
@@ -167,7 +168,7 @@ class ReadPath:
         except OSError:
             return False
         try:
-            count = os.preadv(direct, [block[: -(-(stop - low) // PAGE) * PAGE]], low)
+            count = os.preadv(direct, [block[: rounded_up(stop - low, PAGE)]], low)
         except OSError:
             return False  # the read through the page cache raises the error
         finally:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory import PAGE, private_pages
+from ..base.quantities import rounded_up
 from . import files
 from .readahead import BLOCK_BYTES, BLOCKS, THREADS
 
@@ -71,7 +72,7 @@ class StreamingWriter:
         """Write the remaining bytes, sync the file to the disk, and close it."""
         try:
             if self._filled:
-                self._submit(-(-self._filled // PAGE) * PAGE)
+                self._submit(rounded_up(self._filled, PAGE))
             while self._in_flight:
                 self._reclaim()
             with self._describing_errors():

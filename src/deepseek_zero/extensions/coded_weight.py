@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..base.quantities import rounded_up
 from ..comm.pending import Pending
 from ..precision.codecs import Blocks, codec_scratch
 from ..sharding.buffer import FlatBuffer
@@ -94,7 +95,7 @@ class CodedStorage(Storage):
     def _blocks(self, low: int, high: int) -> tuple[int, int]:
         """Return the range of all blocks that overlap [low, high), in elements."""
         granule = self.codec.granule
-        return low // granule * granule, -(-high // granule) * granule
+        return low // granule * granule, rounded_up(high, granule)
 
 
 class CodedWeight(WeightGather):

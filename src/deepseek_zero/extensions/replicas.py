@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ..base.quantities import rounded_up
 from ..comm.collectives import scatter
 from ..comm.pending import DONE, Pending
 from ..planner.layout import FlatLayout
@@ -116,7 +117,7 @@ def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
     pool = comm_ctx.pool
     if comm.size == 1 or not values.numel():
         return DONE
-    numel = -(-values.numel() // comm.size) * comm.size
+    numel = rounded_up(values.numel(), comm.size)
     lent = None
     if numel != values.numel() or values.device != pool.device:
         lent = pool.take(numel, values.dtype)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..base.device import FUSED_UPDATES
 from ..base.log import log_once
+from ..base.quantities import ceil_div
 from . import definition
 from .rules import RULES, Layout, Scalars, Variant
 
@@ -281,7 +282,7 @@ def _rounded(values: NDArray[np.float32], chance: Chance, number: int) -> NDArra
     generator = np.random.Philox(
         counter=[first, chance.step, 0, 0], key=[chance.seed, chance.keys[number]]
     )
-    words = generator.random_raw(-(-(skipped + len(values)) // 4))
+    words = generator.random_raw(ceil_div(skipped + len(values), 4))
     return definition.round_by(values, words.view(np.int16)[skipped : skipped + len(values)])
 
 

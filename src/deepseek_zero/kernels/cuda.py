@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base.log import log_once
+from ..base.quantities import ceil_div
 from .check import Arrays, Chance, is_definition
 from .cuda_source import THREADS, frame, header
 from .nvidia import CudaError, Kernel, binary_for, compiled, driver, nvrtc
@@ -117,7 +118,7 @@ def launch_of(
         0 if skip is None else skip.data_ptr(),
         0 if counter is None else counter.data_ptr(),
     )
-    return -(-numel // (VECTOR * THREADS)), parameters
+    return ceil_div(numel, VECTOR * THREADS), parameters
 
 
 def run(

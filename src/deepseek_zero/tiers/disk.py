@@ -29,7 +29,7 @@ from torch import Tensor
 from ..base.capabilities import Capability
 from ..base.errors import StorageError
 from ..base.memory import PAGE, private_pages, return_pages
-from ..base.quantities import format_bytes
+from ..base.quantities import ceil_div, format_bytes, rounded_up
 from ..base.work import Work
 from .tier import COMPLETED, HostStorage, TierMemory, TransferEvent
 
@@ -150,12 +150,12 @@ class Disk(TierMemory):
         """
         if not numel:
             return HostStorage(torch.empty(0, dtype=dtype))
-        padded = -(-numel * dtype.itemsize // PAGE) * PAGE
+        padded = rounded_up(numel * dtype.itemsize, PAGE)
         with _named(self, f"reserving {format_bytes(padded)} for {what}"):
             self.can_reserve &= _allocate(self.descriptor, self.reserved_bytes, padded)
         start = self.reserved_bytes
         self.reserved_bytes = self.reserved_bytes + padded
-        chunk = min(-(-chunk_numel * dtype.itemsize // PAGE) * PAGE, padded)
+        chunk = min(rounded_up(chunk_numel * dtype.itemsize, PAGE), padded)
         return DiskStorage(self, numel, dtype, range(start, start + padded, chunk), what)
 
     def close(self) -> None:
@@ -402,7 +402,7 @@ class DiskStorage(HostStorage):
 
     def _of(self, low: int, high: int) -> Sequence[Chunk]:
         size = self._chunk_numel
-        return self.chunks[low // size : -(-high // size)] if low < high else ()
+        return self.chunks[low // size : ceil_div(high, size)] if low < high else ()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ..base.device import default_device
 from ..base.errors import OutOfMemoryError
 from ..base.memory import PAGE, Slab, private_pages
 from ..base.progress import LongWork
-from ..base.quantities import format_bytes
+from ..base.quantities import format_bytes, rounded_up
 from ..kernels.threads import bind_update_thread, threads_for
 from .tier import HostStorage, TierMemory
 
@@ -98,7 +98,7 @@ class HostMemory(TierMemory):
         """
         if not numel:
             return HostStorage(torch.empty(0, dtype=dtype))
-        nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
+        nbytes = rounded_up(numel * dtype.itemsize, PAGE)
         is_locked = self.pinned and is_copied
         slab = self._mapped().get(is_locked)
         memory = slab.take(nbytes, dtype) if slab is not None else None
@@ -109,7 +109,7 @@ class HostMemory(TierMemory):
 
     def add(self, memory: torch.Tensor) -> HostStorage:
         """Return a storage of memory that is allocated already, and count it as reserved."""
-        self.reserved_bytes += -(-memory.nbytes // PAGE) * PAGE
+        self.reserved_bytes += rounded_up(memory.nbytes, PAGE)
         return HostStorage(memory)
 
     def _mapped(self) -> dict[bool, Slab]:

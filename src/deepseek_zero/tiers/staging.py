@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory import LOCK_BYTES, private_pages
+from ..base.quantities import rounded_up
 from ..base.work import Work
 
 ALIGNMENT = 256  # bytes; the ring is divided at multiples of it
@@ -75,7 +76,7 @@ class StagingRing:
             dtype: Data type.
         """
         nbytes = numel * dtype.itemsize
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        size = rounded_up(nbytes, ALIGNMENT)
         while (start := self._place_for(size)) is None:
             oldest = self._used[0].copy_event if self._used else None
             if oldest is None:
@@ -99,7 +100,7 @@ class StagingRing:
         if known is not None:
             known.copy_event = copy_event
             return
-        size = -(-room.nbytes // ALIGNMENT) * ALIGNMENT
+        size = rounded_up(room.nbytes, ALIGNMENT)
         whole = torch.as_strided(room.view(torch.uint8), (size,), (1,))
         self._spare[size].append((copy_event, whole))
 
