@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from ..base.device import has_gradient_hooks, keeps_graph
 from ..base.errors import NotBuiltError, UsageError
 from ..base.nested import Args, Kwargs
+from ..base.quantities import ceil_div
 from ..parallel.layers import Layer, TensorAxis, become, cast_for_autocast
 from ..parallel.loss import CAUSAL, joined, labels_of_calls, loss_name, places, without_logits
 from ..sharding.backward import BeforeGrad
@@ -415,26 +416,24 @@ class _Wanted:
     items: Any
 
 
+@dataclass(eq=False)
 class TiledLoss:
     """Replacement of a causal model's loss function; the output layer computes the loss.
 
     The output layer is called once, at its usual place in the forward, so its weights are gathered
     as usual.
 
-    Args:
+    Attributes:
         settings: Number of tokens per tile, and the target of tokens that do not count.
         whole: The model's original loss function, which is used in evaluation.
-
-    Attributes:
         wanted: The labels of the current forward until the output layer was called; None if the
             forward needs no loss.
     """
 
-    def __init__(self, settings: LossSettings, whole: Callable[..., Tensor]) -> None:
-        self.settings = settings
-        self.whole = whole
-        self.wanted: _Wanted | None = None
-        self._found: tuple[_Wanted, Tensor] | None = None
+    settings: LossSettings
+    whole: Callable[..., Tensor]
+    wanted: _Wanted | None = None
+    _found: tuple[_Wanted, Tensor] | None = None
 
     def before(
         self,
@@ -500,7 +499,7 @@ class TiledLoss:
             )
 
         rows = x.reshape(-1, x.shape[-1])
-        tiles = -(-len(rows) // self.settings.rows)
+        tiles = ceil_div(len(rows), self.settings.rows)
         return torch.stack(each_tile(one, max(tiles, 1), rows, targets.reshape(-1), dim=0)).sum()
 
     def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:

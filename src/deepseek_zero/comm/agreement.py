@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -120,12 +120,13 @@ def values_in(value: Any, name: str) -> dict[str, Any]:
     return found
 
 
+@dataclass
 class AllRanks:
     """Context manager for an action that may fail on some ranks only.
 
     On exit, a rank that failed raises its own error, and the other ranks raise `PeerError`.
 
-    Args:
+    Attributes:
         comm: Communicator of the ranks that enter the block.
         what: A description of the action, for the error of the other ranks.
 
@@ -133,9 +134,8 @@ class AllRanks:
         Collective: every rank of `comm` must enter and leave the block.
     """
 
-    def __init__(self, comm: Comm, what: str) -> None:
-        self._comm = comm
-        self._what = what
+    comm: Comm
+    what: str
 
     def __enter__(self) -> None:
         pass
@@ -143,7 +143,7 @@ class AllRanks:
     def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
         # A rank that is asked to exit (not an `Exception`) is noticed by its exit
         if problem is None or isinstance(problem, Exception):
-            _gather_outcomes(self._comm, self._what, "", PeerError, problem)
+            _gather_outcomes(self.comm, self.what, "", PeerError, problem)
 
 
 def gather_outcomes(

@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -87,22 +87,21 @@ ALIASES = (
 )
 
 
+@dataclass
 class Normaliser:
     """Converts a dict according to the schema.
 
-    The "auto" keys are collected in `autos`, and the set keys that are not implemented in
-    `not_built`.
-
-    Args:
+    Attributes:
         problems: The object to which found problems are added.
         unknown_is_error: Whether unknown keys are errors or warnings.
+        autos: The "auto" keys.
+        not_built: The set keys that are not implemented.
     """
 
-    def __init__(self, problems: Problems, unknown_is_error: bool) -> None:
-        self.problems = problems
-        self.unknown_is_error = unknown_is_error
-        self.autos: set[str] = set()
-        self.not_built: Values = {}
+    problems: Problems
+    unknown_is_error: bool
+    autos: set[str] = field(default_factory=set)
+    not_built: Values = field(default_factory=dict)
 
     def walk(self, given: Mapping[Any, Any]) -> Values:
         """Return the known keys of `given`, in their types."""

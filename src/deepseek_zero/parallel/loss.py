@@ -7,9 +7,9 @@ backward sends nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -161,29 +161,23 @@ def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 # -- a model that computes its loss through `loss_function`
 
 
+@dataclass(eq=False)
 class SplitLoss:
     """Replacement of a transformers model's loss function that reads split logits in training.
 
-    Args:
+    Attributes:
         axis: The tensor-parallel axis of the output layer.
         part: How the output layer is split.
         whole: The model's own loss function, which is used in evaluation.
         is_causal: Shift labels, so that each token's logits are compared with the next label.
+        read: The logits of the current forward.
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        part: LayerPart,
-        whole: Callable[..., Tensor],
-        *,
-        is_causal: bool,
-    ) -> None:
-        self.axis = axis
-        self.part = part
-        self.whole = whole
-        self.is_causal = is_causal
-        self.read: Tensor | None = None  # the logits of the current forward
+    axis: Axis
+    part: LayerPart
+    whole: Callable[..., Tensor]
+    is_causal: bool
+    read: Tensor | None = None
 
     def __call__(
         self,
@@ -307,8 +301,8 @@ def without_logits(output: Any, logits: Tensor) -> Any:
     """
     if isinstance(output, tuple):
         return *output[:1], *(each for each in output[1:] if each is not logits)
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return dataclasses.replace(output, logits=None)
+    if is_dataclass(output) and not isinstance(output, type):
+        return replace(output, logits=None)
     return output
 
 

@@ -10,6 +10,7 @@ recomputation, a checkpoint) also restores the other one.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,37 +19,37 @@ from ..base.log import log_once
 from ..comm.collectives import Comm
 
 
+@dataclass(eq=False)
 class Streams:
     """The two random-number streams of one rank: a common one and its own.
 
     They use torch's default generators of the CPU and, on a GPU, of the device.
 
-    Args:
+    Attributes:
         coordinate: The rank's index on the tensor-parallel axis, which seeds its own stream.
         device: The rank's device, whose generator is switched with that of the CPU.
     """
 
-    def __init__(self, coordinate: int, device: torch.device) -> None:
-        self._coordinate = coordinate
-        self._device = device
-        self._outside: Tensor | None = None
+    coordinate: int
+    device: torch.device
+    _outside: Tensor | None = None
 
     def enter(self) -> None:
         """Switch to this rank's own stream. This draws one number from the common stream."""
         if self._outside is not None:
             return
         drawn = int(torch.randint(2**62, (1,)))
-        self._outside = _generator_state(self._device)
-        name = f"{drawn} {self._coordinate}".encode()
+        self._outside = _generator_state(self.device)
+        name = f"{drawn} {self.coordinate}".encode()
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
         torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def leave(self) -> None:
         """Switch back to the common stream."""
         if self._outside is not None:
-            _set_generator_state(self._outside, self._device)
+            _set_generator_state(self._outside, self.device)
             self._outside = None
 
     def forget(self) -> None:

@@ -113,13 +113,14 @@ class NcclGroups:
             pair.engine = "" if pair.engine == user else pair.engine
 
 
+@dataclass(eq=False)
 class Nccl(Transport):
     """NCCL collectives; `wait` orders streams and does not block the host.
 
     A collective starts when the caller's stream reaches it, so a pooled buffer is never overwritten
     too early. Tensors in flight are not freed before their wait.
 
-    Args:
+    Attributes:
         rank: This rank's index in the group.
         size: Number of ranks in the group.
         groups: One process group per lane. NCCL matches the collectives of a group by issue order,
@@ -131,17 +132,10 @@ class Nccl(Transport):
     description = "NCCL"
     reports_arrival = False
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        groups: Mapping[str, dist.ProcessGroup | None],
-        device: torch.device,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self.groups = groups
-        self.device = device
+    rank: int
+    size: int
+    groups: Mapping[str, dist.ProcessGroup | None]
+    device: torch.device
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
         group = self.groups[lane_of(cid.lane)]
