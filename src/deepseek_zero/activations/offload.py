@@ -164,7 +164,9 @@ class ActivationOffload:
         self._copies.synchronize()
         inputs = self._offloaded[number]
         inputs.storage.fetch(*inputs.block)
-        soon = self._before(number, AHEAD)
+        # Earlier checkpoints, latest first, as backward needs them
+        earlier_numbers = (other for other in reversed(self._offloaded) if other < number)
+        soon = list(islice(earlier_numbers, AHEAD))
         tickets = []
         for other in soon:
             earlier = self._offloaded[other]
@@ -178,10 +180,6 @@ class ActivationOffload:
         self._count_holes(inputs)
         self._sweep_after_backward()
         return found
-
-    def _before(self, number: int, count: int) -> list[int]:
-        """Return the numbers of earlier checkpoints, latest first, as backward needs them."""
-        return list(islice((other for other in reversed(self._offloaded) if other < number), count))
 
     def _store_newest(self) -> None:
         """Write the newest checkpoint to the tier, because another one follows.

@@ -76,11 +76,14 @@ class SparseAttention:
         if dropout:
             return self._dense(query, key, value, pattern, scale, biases, dropout)
         return attend(
-            query, key, value, pattern, scale=scale, biases=biases, first_head=self._first(query)
+            query,
+            key,
+            value,
+            pattern,
+            scale=scale,
+            biases=biases,
+            first_head=self.index * query.shape[1],
         )
-
-    def _first(self, query: Tensor) -> int:
-        return self.index * query.shape[1]
 
     def _dense(
         self,
@@ -97,7 +100,7 @@ class SparseAttention:
             "are computed, with a mask. For the sparse one set the model's attention dropout to 0.",
             logging.WARNING,
         )
-        shape = AttentionShape.of(query, key, self._first(query))
+        shape = AttentionShape.of(query, key, self.index * query.shape[1])
         mask = added(whole_mask(pattern, shape).to(query.device)[None], query.dtype)
         for each in biases:
             part = each if isinstance(each, Tensor) else _ask(each, query, key)

@@ -246,12 +246,11 @@ class AttentionTile:
         calls = _TILE_COST + _SPAN_COST * (len(self.spans) - 1)  # A batch of tiles pays this once
         return calls + self.count * (pairs / 2 if self.is_square else pairs)
 
-    def each(self) -> Iterator[AttentionTile]:
-        """Yield the tiles that this object represents, one by one."""
-        for place in range(self.count):
-            by = place * self.queries
-            spans = tuple((start + by, stop + by) for start, stop in self.spans)
-            yield replace(self, start=self.start + by, stop=self.stop + by, spans=spans, count=1)
+    def at(self, place: int) -> AttentionTile:
+        """Return one of the `count` tiles, or the tile that would follow them."""
+        by = place * self.queries
+        spans = tuple((start + by, stop + by) for start, stop in self.spans)
+        return replace(self, start=self.start + by, stop=self.stop + by, spans=spans, count=1)
 
 
 @dataclass(frozen=True)
@@ -379,7 +378,7 @@ def _merged(tiles: Sequence[AttentionTile]) -> Iterator[AttentionTile]:
     """Merge consecutive equal tiles of one span into one tile with a count."""
     last: AttentionTile | None = None
     for tile in tiles:
-        if last is not None and _follows(last, tile):
+        if last is not None and len(last.spans) == 1 and tile == last.at(last.count):
             last = replace(last, count=last.count + 1)
             continue
         if last is not None:
@@ -387,13 +386,6 @@ def _merged(tiles: Sequence[AttentionTile]) -> Iterator[AttentionTile]:
         last = tile
     if last is not None:
         yield last
-
-
-def _follows(last: AttentionTile, tile: AttentionTile) -> bool:
-    by = last.count * last.queries
-    moved = tuple((start + by, stop + by) for start, stop in last.spans)
-    following = replace(last, start=last.start + by, stop=last.stop + by, spans=moved, count=1)
-    return len(moved) == 1 and tile == following
 
 
 def _tiles(pattern: Pattern, variant: int, shape: AttentionShape, size: int) -> list[AttentionTile]:

@@ -304,7 +304,7 @@ def _calls(
             if tile.count == 1 or biases:
                 every = slice(samples.start, samples.stop)
                 sizes = (len(samples), len(key_heads))
-                for each in tile.each():
+                for each in map(tile.at, range(tile.count)):
                     yield _Call(every, group.heads, group.key_heads, each, shared, sizes, biases)
                 continue
             # Heads without a shared key head are computed together
@@ -328,9 +328,8 @@ def _slice(places: range) -> slice:
 
 def _batches(tile: AttentionTile, many: int) -> Iterator[AttentionTile]:
     """Divide a tile with a count into runs of at most `many` tiles."""
-    whole = tuple(tile.each())
     for place in range(0, tile.count, many):
-        yield replace(whole[place], count=min(many, tile.count - place))
+        yield replace(tile.at(place), count=min(many, tile.count - place))
 
 
 # -- one tile: with torch's kernel, or with two matmuls

@@ -68,7 +68,7 @@ class BackgroundWrite:
         self._thread: threading.Thread | None = None
         self._copied_bytes = 0
         self._error: Exception | None = None
-        self._is_over = False
+        self.is_over = False  # the file is finished or has failed
         self.blocked_seconds = 0.0
         self.seconds = 0.0
         self.head_crc = 0  # CRC-32 of the file's header
@@ -96,11 +96,6 @@ class BackgroundWrite:
             part.storage.is_offloaded for write_group in self._groups for part in write_group.ranges
         )
 
-    @property
-    def is_over(self) -> bool:
-        """Return whether the file is finished or has failed."""
-        return self._is_over
-
     def chunks(self) -> list[SavedChunk]:
         """Wait for the thread, and return the chunks with their checksums.
 
@@ -123,7 +118,7 @@ class BackgroundWrite:
         except Exception as error:
             self._error = error
         with self._progress:
-            self._is_over = True
+            self.is_over = True
             self.seconds = time.perf_counter() - began
             self._progress.notify_all()
 
@@ -174,7 +169,7 @@ class BackgroundWrite:
                     state.copy = state.item.read(0, state.item.numel).detach().to("cpu", copy=True)
                     state.is_begun = True
                     self._copied_bytes += state.nbytes
-                while state.copy is None and state.crc is None and not self._is_over:
+                while state.copy is None and state.crc is None and not self.is_over:
                     self._progress.wait()
         group.guard.reader = None
         self.blocked_seconds += time.perf_counter() - began

@@ -148,8 +148,7 @@ class WholeModel:
         with torch.no_grad():
             for stage, infos in enumerate(self.stages):
                 if stages is None or stage == stages.rank:
-                    names = {info.name for info in infos}
-                    source = _own_values(self.runtime, self.settings, names)
+                    source = _own_values(self.runtime, self.settings, {info.name for info in infos})
                 else:
                     device = self.runtime.comm_ctx.pool.device
                     source = (

@@ -122,11 +122,6 @@ class PendingSave:
             self._staged.discard()
             raise
 
-    @property
-    def is_over(self) -> bool:
-        """Return whether this rank has written its file or failed to."""
-        return self.write.is_over
-
     def commit(self) -> Path:
         """Wait for the files of all ranks, publish the checkpoint and return its folder.
 

@@ -375,8 +375,7 @@ class Comm:
             Collective: all ranks of the group must issue it in the same order within the lane.
         """
         sent = sum(piece.nbytes for rank, piece in enumerate(pieces) if rank != self.rank)
-        far = sum(pieces[rank].nbytes for rank in self.inter_node)
-        self.meter.count(kind, sent, far)
+        self.meter.count(kind, sent, sum(pieces[rank].nbytes for rank in self.inter_node))
 
         def timed(received: Sequence[Tensor]) -> None:
             began = time.perf_counter()

@@ -26,11 +26,11 @@ _LOOK_SECONDS = 1.0
 
 def watch_outside_calls(recorder: FlightRecorder) -> None:
     """Start a thread that watches the calling thread, until the recorder is freed."""
-    watched = threading.get_ident()
-    reference = weakref.ref(recorder)
-    arguments = (reference, watched)
     threading.Thread(
-        target=_watch, args=arguments, daemon=True, name="deepseek-zero-outside"
+        target=_watch,
+        args=(weakref.ref(recorder), threading.get_ident()),
+        daemon=True,
+        name="deepseek-zero-outside",
     ).start()
 
 

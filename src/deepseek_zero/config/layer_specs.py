@@ -64,8 +64,12 @@ def _layer_spec(key: str, spec: Mapping[str, Any], problems: Problems) -> None:
     patterns = spec.get("patterns")
     kind = str(spec.get("partition_type", "column")).lower()
     if not isinstance(patterns, list | tuple) or not all(map(_is_pattern, patterns)):
-        fix = 'write for example [".*o_proj.weight$"]'
-        problems.add(f"{key}.patterns", "must be a list of regular expressions", fix, patterns)
+        problems.add(
+            f"{key}.patterns",
+            "must be a list of regular expressions",
+            'write for example [".*o_proj.weight$"]',
+            patterns,
+        )
     if kind not in (*_DIMS, "skip"):
         problems.add(
             f"{key}.partition_type", "must be row, column or skip", "write one of them", kind
@@ -88,11 +92,10 @@ def _layer_spec(key: str, spec: Mapping[str, Any], problems: Problems) -> None:
         )
         problems.found.append(Problem(f"{key}.shape", "is not built", fix, shape, not_built=True))
     if spec.get("grad_allreduce") and kind != "skip":
-        fix = "remove it: the gradient of a split layer belongs to one rank"
         problems.add(
             f"{key}.grad_allreduce",
             f"applies only to layers that are skipped, and this one is {kind}",
-            fix,
+            "remove it: the gradient of a split layer belongs to one rank",
             True,
         )
 

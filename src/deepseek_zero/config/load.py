@@ -227,8 +227,12 @@ def _precision(config: Config, problems: Problems) -> None:
     wanted = config.precision
     has_no_master = config.bf16.master == "none" or config.bf16.bf16_master_weights_and_grads
     if wanted == "auto" and has_no_master:
-        fix = 'use "split" or "fp32", or set precision to a dtype'
-        problems.add("bf16.master", "keeps no fp32 values, which precision auto needs", fix, "none")
+        problems.add(
+            "bf16.master",
+            "keeps no fp32 values, which precision auto needs",
+            'use "split" or "fp32", or set precision to a dtype',
+            "none",
+        )
     for name in on:
         if wanted not in (None, "auto", name):
             problems.add(
@@ -350,14 +354,17 @@ def _open_places(config: Config, problems: Problems) -> None:
         )
     for name, value in (("host", budget.host), ("disk", budget.disk)):
         if not is_open and value is not None:
-            fix = 'set "device": "auto" in offload_optimizer or offload_param, or remove it'
-            problems.add(f"memory_budget.{name}", "has no effect: no device is auto", fix, value)
+            problems.add(
+                f"memory_budget.{name}",
+                "has no effect: no device is auto",
+                'set "device": "auto" in offload_optimizer or offload_param, or remove it',
+                value,
+            )
     if states.ratio != 1.0 and states.device not in ("cpu", "nvme"):
-        fix = 'set "device": "cpu" or "nvme" in offload_optimizer, or remove it'
         problems.add(
             "zero_optimization.offload_optimizer.ratio",
             "has no effect: nothing is offloaded",
-            fix,
+            'set "device": "cpu" or "nvme" in offload_optimizer, or remove it',
             states.ratio,
         )
 
@@ -388,18 +395,21 @@ def _schedules(config: Config, problems: Problems) -> None:
         if value is None or value is False:
             continue
         if offload.device == "none":
-            fix = 'set "device": "cpu" or "nvme" in offload_optimizer, or remove it'
-            problems.add(key, "applies only to offloaded states", fix, value)
+            problems.add(
+                key,
+                "applies only to offloaded states",
+                'set "device": "cpu" or "nvme" in offload_optimizer, or remove it',
+                value,
+            )
         stage = config.zero_optimization.stage
         if name == "super_offload" and stage != 3:
             what = f"needs stage 3: at stage {stage} programs can read weights before the step ends"
             problems.add(key, what, 'set "stage": 3, or remove it', value)
         if config.precision == "auto":
-            fix = "set precision to a dtype, or remove it"
             problems.add(
                 key,
                 "contradicts precision auto, which may change the dtype of a unit after a step",
-                fix,
+                "set precision to a dtype, or remove it",
                 value,
             )
         if name == "super_offload" and not offload.pipeline:
@@ -430,17 +440,18 @@ def _pipeline(config: Config, problems: Problems) -> None:
     """Check that the pipeline keys fit its schedule."""
     section = config.pipeline
     if section.virtual > 1 and section.schedule == "1f1b":
-        fix = 'set "schedule": "interleaved" or "breadth_first", or remove it'
         problems.add(
             "pipeline.virtual",
             "must be 1 with schedule 1f1b, which has one stage on each rank",
-            fix,
+            'set "schedule": "interleaved" or "breadth_first", or remove it',
             section.virtual,
         )
     if section.group is not None and section.schedule != "breadth_first":
-        fix = 'set "schedule": "breadth_first", or remove it'
         problems.add(
-            "pipeline.group", f"does not apply to schedule {section.schedule}", fix, section.group
+            "pipeline.group",
+            f"does not apply to schedule {section.schedule}",
+            'set "schedule": "breadth_first", or remove it',
+            section.group,
         )
 
 
@@ -454,15 +465,23 @@ def _types(config: Config, autos: Set[str], problems: Problems) -> None:
             if problems.goes_on:
                 problems.warn(f"{name}.params", f"ignored, as DeepSpeed does: it needs {name}.type")
                 continue
-            fix = f'add "type": "{example}" or another'
-            problems.add(f"{name}.params", f"needs {name}.type", fix, section.params)
+            problems.add(
+                f"{name}.params",
+                f"needs {name}.type",
+                f'add "type": "{example}" or another',
+                section.params,
+            )
 
 
 def _packages(config: Config, problems: Problems) -> None:
     for name, (module, install) in PACKAGES.items():
         if getattr(config, name).enabled and find_spec(module) is None:
-            fix = f"{install}, or disable it"
-            problems.add(f"{name}.enabled", f"the package {module} is not installed", fix, True)
+            problems.add(
+                f"{name}.enabled",
+                f"the package {module} is not installed",
+                f"{install}, or disable it",
+                True,
+            )
 
 
 def _feedback(config: Config, problems: Problems) -> None:

@@ -165,7 +165,7 @@ class Saver:
         comm = self.current.contents.runtime.comm.whole
         if bool(
             comm.all_gather_rows(
-                torch.tensor([self.current.is_over]), "whether a checkpoint is written"
+                torch.tensor([self.current.write.is_over]), "whether a checkpoint is written"
             ).all()
         ):
             self._commit()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..base.errors import NotBuiltError, UsageError
+from ..base.quantities import ceil_div
 from ..optim.param_groups import CUT_INTO
 from ..planner.rows import Rows, set_rows
 from ..sharding.sharded_parameter import owner_of, take_values
@@ -223,7 +224,11 @@ class CutEmbedding(CutLayer, nn.Embedding):
             padding = None
             if self.padding_idx is not None and low <= self.padding_idx < high:
                 padding = self.padding_idx - low
-            use = partial(_look_up, padding=padding, scales=self.scale_grad_by_freq)
+            use = partial(
+                functional.embedding,
+                padding_idx=padding,
+                scale_grad_by_freq=self.scale_grad_by_freq,
+            )
             found = self.tiles[number](input[here] - low, use=use)
             if whole is None:
                 whole = found.new_empty((*input.shape, self.embedding_dim))
@@ -235,10 +240,6 @@ class CutEmbedding(CutLayer, nn.Embedding):
 def _with_bias(tile: nn.Module, bias: Tensor, given: Tensor) -> Tensor:
     found: Tensor = tile(given, bias)
     return found
-
-
-def _look_up(index: Tensor, weight: Tensor, *, padding: int | None, scales: bool) -> Tensor:
-    return functional.embedding(index, weight, padding, scale_grad_by_freq=scales)
 
 
 KINDS: dict[type[nn.Module], type[CutLayer]] = {nn.Linear: CutLinear, nn.Embedding: CutEmbedding}
@@ -254,7 +255,7 @@ def _places(name: str, shape: tuple[int, ...], limit: int, itemsize: int) -> tup
             "Layers are cut between rows: output features, or entries of an embedding.",
             f"state at least {each}.",
         )
-    return tuple(boundaries(rows, -(-rows // (limit // each))))
+    return tuple(boundaries(rows, ceil_div(rows, limit // each)))
 
 
 def _tiles_of(cut: LayerCut) -> list[nn.Parameter]:

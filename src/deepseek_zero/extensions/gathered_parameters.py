@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import prod
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -175,12 +174,7 @@ class GatheredParameters:
         ]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if not self.enabled:
             return
         try:

@@ -434,22 +434,15 @@ def _agree(left: Decision, right: Decision) -> bool:
     """Return whether both decisions lead to the same bits."""
     ours = left.hypers or []
     theirs = right.hypers or []
-    return (left.factor, left.number, len(ours)) == (
-        right.factor,
-        right.number,
-        len(theirs),
-    ) and all(map(_same, ours, theirs))
+    if (left.factor, left.number, len(ours)) != (right.factor, right.number, len(theirs)):
+        return False
+    return all(map(_same, ours, theirs))
 
 
 def _same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     """Return whether two parameter groups have the same hyper-parameters."""
-    if left.keys() != right.keys():
-        return False
-    for key, one in left.items():
-        other = right[key]
-        if type(one) is not type(other):
-            return False
-        is_equal = torch.equal(one, other) if isinstance(one, Tensor) else one == other
-        if not is_equal:
-            return False
-    return True
+    return left.keys() == right.keys() and all(
+        type(one) is type(right[key])
+        and (torch.equal(one, right[key]) if isinstance(one, Tensor) else one == right[key])
+        for key, one in left.items()
+    )

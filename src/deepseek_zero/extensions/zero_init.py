@@ -12,7 +12,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ..base.device import default_device, storage_users, version_of, without_tor
 from ..base.errors import AtRestError, UsageError
 from ..base.given import refuse
 from ..base.mesh import current_mesh
+from ..base.quantities import ceil_div
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..comm.net.store import launchers_store
 from ..planner.auto_wrap_policy import DECLARED_FP32, full_precision_names
@@ -369,12 +369,7 @@ class Init:
         self._module_init = plain
         nn.Module.__init__ = noting  # type: ignore[method-assign, assignment]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._handle is None:
             return
         self._handle.remove()
@@ -572,7 +567,7 @@ def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) 
     Note:
         Collective: every rank must call it.
     """
-    per_rank = -(-value.numel() // comm.size)
+    per_rank = ceil_div(value.numel(), comm.size)
     padded = comm.empty(per_rank * comm.size, dtype).zero_()
     padded[: value.numel()].copy_(value.reshape(-1))
     mine = padded.chunk(comm.size)[comm.rank] if padded.numel() else padded
@@ -677,7 +672,7 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
 def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     """Shard a parameter on the meta device, with zeros as values."""
     kind = type(param)
-    per_rank = -(-param.numel() // session.open_comm().size)
+    per_rank = ceil_div(param.numel(), session.open_comm().size)
     values = torch.zeros(per_rank, dtype=session.dtype_of(param), device=session._device)
     nothing = _nothing(values.dtype, values.device)
     real = nn.Parameter(nothing.expand(param.shape), requires_grad=param.requires_grad)

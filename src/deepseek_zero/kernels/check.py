@@ -130,8 +130,7 @@ def sample(variant: Variant, layout: Layout, kind: str, numel: int, seed: int = 
         return Arrays(gradient, definition.narrow(main, torch.bfloat16), _NOTHING, tuple(states))
     if not layout.is_split:
         published_numel = numel if layout.published is not None else 0
-        other = np.zeros(published_numel, np.int16)
-        return Arrays(gradient, main, other, tuple(states))
+        return Arrays(gradient, main, np.zeros(published_numel, np.int16), tuple(states))
     upper, lower = definition.split(main)
     return Arrays(gradient, upper, lower, tuple(states))
 

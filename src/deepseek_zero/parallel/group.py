@@ -186,8 +186,7 @@ class TensorGroup:
 
     def _send_to_all(self, outgoing: Tensor, boxes: Inbox, what: str, use: Use) -> None:
         """Send a buffer of `take` to every rank, receive theirs, and take it back."""
-        pieces = [outgoing] * self.size
-        self.comm.exchange(pieces, boxes, "reduce", what, use, KIND).wait()
+        self.comm.exchange([outgoing] * self.size, boxes, "reduce", what, use, KIND).wait()
         self.give_back(outgoing)
 
 

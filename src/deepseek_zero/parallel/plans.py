@@ -506,8 +506,7 @@ def adapted_common(choices: Sequence[Choice]) -> str:
 
     A layer inside a LoRA adapter counts as the adapter.
     """
-    parents = [parent_of(choice) for choice in choices]
-    return ".".join(common_path(parents))
+    return ".".join(common_path([parent_of(choice) for choice in choices]))
 
 
 def _in_blocks(column: Choice, ranges: RangesOfRanks) -> RangesOfRanks:

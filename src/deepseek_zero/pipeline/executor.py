@@ -308,14 +308,17 @@ class _Step:
         ):
             self._differentiate(held, stage, micro)
         if stage:
-            grads = tuple(_grad_of(each) for each in held.received if each.requires_grad)
+            grads = tuple(
+                torch.zeros_like(each) if each.grad is None else each.grad
+                for each in held.received
+                if each.requires_grad
+            )
             self._sending[StageAction(stage, StageActionKind.SEND_B, micro)] = grads
 
     def _differentiate(self, held: _Held, stage: int, micro: int) -> None:
         if held.loss is not None:
             if held.loss.requires_grad:
-                factor = torch.full_like(held.loss, self.factors[micro])
-                torch.autograd.backward(held.loss, factor)
+                torch.autograd.backward(held.loss, torch.full_like(held.loss, self.factors[micro]))
             return
         grads = iter(self._arrived.pop(StageAction(stage, StageActionKind.RECV_B, micro)))
         edges = []
@@ -408,7 +411,3 @@ def _entered(received: Tensor) -> Tensor:
     found: Tensor = with_backward(lambda received: received.data, lambda grad: (grad,), received)
     mark_held(found)  # `_Held` keeps it until the backward
     return found
-
-
-def _grad_of(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

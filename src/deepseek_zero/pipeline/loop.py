@@ -216,7 +216,9 @@ class PlainLoop:
         if self.parts is None and self._own_rows is None:
             self._log_idling()
         scale = self.runtime.loss_factor.scale
-        factor = self._factor()
+        factor = self._learned
+        if factor is None:
+            factor = 1.0 / self.runtime.loss_factor.accumulation()
         # The mean over ranks with their own rows, like over data-parallel ranks.
         each = [
             scale * factor / (len(given) * batch.divisor) for batch in given for _ in batch.parts
@@ -313,11 +315,6 @@ class PlainLoop:
         finally:
             states.reduces = True
             self.runtime.step.is_boundary = boundary
-
-    def _factor(self) -> float:
-        if self._learned is not None:
-            return self._learned
-        return 1.0 / self.runtime.loss_factor.accumulation()
 
     def _log_idling(self) -> None:
         if self._has_logged_idling:

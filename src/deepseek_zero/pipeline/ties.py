@@ -119,8 +119,7 @@ class Ties:
             self._exchange(to_send, places, inbox, "reduce", f"tied {name}")
             inbox[comm.rank] = to_send
             scratch = torch.empty(min(own.numel(), TILE_NUMEL), device=own.device)
-            received = [inbox[place] for place in places]
-            ordered_sum(received, own, scratch, threads=comm.threads)
+            ordered_sum([inbox[place] for place in places], own, scratch, threads=comm.threads)
 
     def _shares(self, name: str) -> bool:
         return self.rank in self.ranks[name]

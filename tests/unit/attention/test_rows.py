@@ -233,7 +233,7 @@ def test_tiles_cover_every_query_once_and_read_its_visible_keys() -> None:
         pattern, shape = Pattern.of(layout, window=90), AttentionShape(4, 2, 100, 131)
         seen, tiled = seen_of(pattern, 4, 100, 131), torch.zeros(4, 100, 131, dtype=torch.bool)
         for group in groups_of(pattern, shape, 64):
-            for tile in (one for each in group.tiles for one in each.each()):
+            for tile in (each.at(place) for each in group.tiles for place in range(each.count)):
                 keys = torch.cat([torch.arange(*span) for span in tile.spans])
                 mask = (
                     torch.ones(tile.queries, tile.keys, dtype=torch.bool)

@@ -117,8 +117,7 @@ def contexts(secret: bytes) -> Contexts:
         UsageError: The package cryptography is missing.
     """
     require_cryptography()
-    seed = hmac.new(secret, b"tls key", hashlib.sha256).digest()
-    key, certificate = _key_and_certificate(seed)
+    key, certificate = _key_and_certificate(hmac.new(secret, b"tls key", hashlib.sha256).digest())
     listener = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     dialer = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     with _file_of(key + certificate) as path:
