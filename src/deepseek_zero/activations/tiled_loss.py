@@ -585,6 +585,5 @@ def tile_loss(model: nn.Module, rows: int) -> None:
     loss = TiledLoss(LossSettings(rows), owner.loss_function)  # type: ignore[arg-type]
     owner.loss_function = loss  # type: ignore[assignment]
     become(head, TiledHead, tiles=loss)
-    before = partial(loss.before, labels_of_calls(owner))
-    owner.register_forward_pre_hook(before, with_kwargs=True)
+    owner.register_forward_pre_hook(partial(loss.before, labels_of_calls(owner)), with_kwargs=True)
     owner.register_forward_hook(loss.after, always_call=True)

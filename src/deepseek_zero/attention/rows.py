@@ -124,8 +124,7 @@ class _ByPlan(torch.autograd.Function):
             call.add_keys(of_value, values)
             if scores is not None and any(wanted):
                 call.add_scores(of_biases, scores)
-        of_keys = of_key.to(key.dtype), of_value.to(value.dtype)
-        return of_query, *of_keys, None, None, *of_biases
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, *of_biases
 
 
 def _fits_kernel(*tensors: Tensor) -> bool:

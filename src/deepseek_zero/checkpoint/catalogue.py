@@ -156,8 +156,7 @@ def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[Checkpoi
     found = []
     for tag in tags_in(directory):
         with suppress(FileNotFoundError):  # removed in the meantime
-            path = tag_folder(directory, tag)
-            found.append(info_at(path, tag, reads_headers=reads_headers))
+            found.append(info_at(tag_folder(directory, tag), tag, reads_headers=reads_headers))
     return sorted(
         found, key=lambda info: (info.manifest is None, info.step, info.saved_at), reverse=True
     )

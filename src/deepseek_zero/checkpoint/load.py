@@ -220,8 +220,7 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime) -> None:
     """Restore this process's random generators if a saved rank had the same data."""
     rank = predecessor(manifest, runtime.plan.mesh)
     if rank is not None:  # otherwise no saved random sequence continues on this rank
-        states = tensors_of_rank(folder, manifest, RNG, rank)
-        restore_rng(states, runtime.comm_ctx.pool.device)
+        restore_rng(tensors_of_rank(folder, manifest, RNG, rank), runtime.comm_ctx.pool.device)
 
 
 def _restore_own_states(
@@ -458,8 +457,7 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
         overlaps = list(shard.overlaps())
         for key in _moment_keys(reader, overlaps, piece):
             for overlap in overlaps:
-                member = member_of(overlap)
-                yield piece.range_of(MOMENT, member, key, overlap.start, overlap.stop)
+                yield piece.range_of(MOMENT, member_of(overlap), key, overlap.start, overlap.stop)
 
 
 def member_of(overlap: ParamOverlap) -> ParamInfo:

@@ -86,8 +86,7 @@ class InPlaceGathers:
         """
         if self._size == 1:
             return DONE
-        full = memory.whole
-        nbytes = full.nbytes // self._size * (self._size - 1)
+        nbytes = memory.whole.nbytes // self._size * (self._size - 1)
         self._lanes.meter.count("all_gather", nbytes)
         if self._barrier is not None:
             return self._barrier

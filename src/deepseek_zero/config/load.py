@@ -63,8 +63,7 @@ def load(
             "", f"Duplicate keys in the configuration: {shown(names)}", "keep one of each", names
         )
     normaliser = Normaliser(problems, unknown_is_error=unknown == "error")
-    values = normaliser.walk(document.values)
-    config = check(validate(values, problems), normaliser.autos, problems)
+    config = check(validate(normaliser.walk(document.values), problems), normaliser.autos, problems)
     refuse(normaliser.not_built, config, problems)
     problems.raise_if_any()
     for note in problems.notes:

@@ -416,8 +416,7 @@ def _refuse(row: NotBuilt, key: str, value: Any, suffix: str, problems: Problems
 
 
 def _problem(row: NotBuilt, key: str, value: Any, suffix: str = "") -> Problem:
-    what = f"is not built{suffix}: {row.reason}"
-    return Problem(key, what, row.fix, value, not_built=True)
+    return Problem(key, f"is not built{suffix}: {row.reason}", row.fix, value, not_built=True)
 
 
 def _is_read(row: NotBuilt, config: Section) -> bool:

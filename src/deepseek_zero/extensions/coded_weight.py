@@ -108,10 +108,8 @@ class CodedWeight(WeightGather):
         group = self.group
         spec = group.plan.weight
         numel = spec.numel(group.layout.padded_numel, group.layout.ranks)
-        device = group.comm_ctx.pool.device
-        storage = CodedStorage(self._codec, numel, spec.dtype, device)
-        buffer = FlatBuffer(group.layout, spec, storage.memory, storage)
-        return buffer.counted(group.comm_ctx, what)
+        storage = CodedStorage(self._codec, numel, spec.dtype, group.comm_ctx.pool.device)
+        return FlatBuffer(group.layout, spec, storage.memory, storage).counted(group.comm_ctx, what)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
         """Start an all-gather of the quantized slices of all ranks, and dequantize the result.

@@ -94,11 +94,9 @@ class ErrorFeedback(GradReduction):
             group = self.group
             feedback = feedback_of(group.plan)
             assert feedback is not None
-            device = group.comm_ctx.pool.device
-            self._errors = feedback.zeros(group.planned.errors_numel, device)
+            self._errors = feedback.zeros(group.planned.errors_numel, group.comm_ctx.pool.device)
             what = f"what codes leave out of gradients of {group.members[0].name}"
-            budget = group.comm_ctx.tiers.budget
-            budget.reserve_for(self._errors, self._errors.memory.nbytes, what)
+            group.comm_ctx.tiers.budget.reserve_for(self._errors, self._errors.memory.nbytes, what)
         return self._errors
 
     def _attach(self, partial: FlatBuffer) -> None:

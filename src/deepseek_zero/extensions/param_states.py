@@ -270,8 +270,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     owner = _owner(param)
     slot = _slot(owner, param)
-    comm = owner.comm_ctx.comm
-    if owner.master is None or (owner.master.placement is R and comm.size > 1):
+    if owner.master is None or (owner.master.placement is R and owner.comm_ctx.comm.size > 1):
         raise UsageError(
             f"'{slot.name}' has no sharded master on this engine.",
             "It is frozen, or ZeRO is off (stage 0) and every rank holds all of it.",
@@ -405,8 +404,7 @@ def safe_update_full_grad_vectorized(
 def _gathered(buffer: FlatBuffer, owner: ParamGroup, param: nn.Parameter) -> Tensor:
     """Return a copy of a parameter's elements of a group's state. Collective if it is sharded."""
     slot = _slot(owner, param)
-    full = gather_full(buffer, owner, slot.name)
-    return full[slot.start : slot.stop].view(slot.shape).clone()
+    return gather_full(buffer, owner, slot.name)[slot.start : slot.stop].view(slot.shape).clone()
 
 
 def _owner(param: nn.Parameter) -> ParamGroup:

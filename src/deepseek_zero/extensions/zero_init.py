@@ -149,8 +149,7 @@ class InitShard(ModelBuilder):
 
     def hide(self, param: nn.Parameter) -> None:
         """Replace the parameter's memory by an empty tensor, as while it is sharded."""
-        nothing = _nothing(self.slice.dtype, self.slice.device)
-        reshard(param, nothing.expand(self.shape))
+        reshard(param, _nothing(self.slice.dtype, self.slice.device).expand(self.shape))
 
     def reshard(self, param: nn.Parameter, source: int | None) -> None:
         """Shard the parameter again, with the values of one rank or the old ones.

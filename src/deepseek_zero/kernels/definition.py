@@ -68,8 +68,7 @@ def update(
         gradient: Flat, fp32.
         states: Flat, fp32, as many as the variant has.
     """
-    rule = RULES[variant.rule]
-    formula = rule.formula(variant, EXACT)
+    formula = RULES[variant.rule].formula(variant, EXACT)
     body = len(weight) // VECTOR * VECTOR
     zeros = np.zeros_like(weight)
     first, second, *_ = [*states, zeros, zeros]

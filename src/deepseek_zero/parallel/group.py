@@ -60,8 +60,7 @@ class TensorGroup:
         Returns:
             A view of a buffer that other ranks can read directly.
         """
-        numel = math.prod(shape)
-        nbytes = numel * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         large = [buffer for buffer in self._free if buffer.numel() >= nbytes]
         buffer = next((each for each in large if not self.comm.is_read(each)), None)
         if buffer is None and large and self._made >= LEAST_BUFFERS:

@@ -107,8 +107,7 @@ class _DirectCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         loop = self._loop()
-        forward = self._model.__dict__.get("forward")
-        is_of_a_stage = getattr(forward, "is_due", True)
+        is_of_a_stage = getattr(self._model.__dict__.get("forward"), "is_due", True)
         if loop is None or is_of_a_stage or self._model.training or torch.is_grad_enabled():
             return call_plainly(self._model, *args, **kwargs)
         return loop(args, kwargs)

@@ -54,8 +54,7 @@ class Ties:
         self._index = {rank: place for place, rank in enumerate(sharing)}
         self.comm: Comm | None = None
         if sharing:
-            groups = groups_along_pp(mesh, [sharing])
-            found = world.split(groups, "pp ties", is_new=True)
+            found = world.split(groups_along_pp(mesh, [sharing]), "pp ties", is_new=True)
             self.comm = found if self.rank in sharing else None
 
     @property

@@ -354,8 +354,7 @@ def end_with_the_host(connection: socket.socket, seconds: float) -> None:
         seconds: Seconds without an answer; inf means never.
     """
     if sys.platform == "linux" and math.isfinite(seconds):
-        milliseconds = int(seconds * 1000)
-        _probe(connection, KEEPIDLE=2, KEEPINTVL=2, KEEPCNT=4, USER_TIMEOUT=milliseconds)
+        _probe(connection, KEEPIDLE=2, KEEPINTVL=2, KEEPCNT=4, USER_TIMEOUT=int(seconds * 1000))
 
 
 def silence_of(connection: socket.socket) -> float | None:

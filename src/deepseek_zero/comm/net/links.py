@@ -376,8 +376,7 @@ class Links:
             link.connection = connection
             link.generation += 1
             link.heard = time.monotonic()
-            resume = Header(FrameKind.RESUME, link.received, offset=link.used)
-            link.writing.append(resume.pack())
+            link.writing.append(Header(FrameKind.RESUME, link.received, offset=link.used).pack())
             link.expect_header()
             self._of_descriptor[connection.fileno()] = link
             self._poll.register(connection, select.EPOLLIN)
@@ -407,8 +406,7 @@ class Links:
         if not (link.recovering or link.gone or self.is_closing):
             link.recovering = True
             name = f"deepseek-zero-reach-{link.rank}"
-            recovery = _Recovery(self, link)
-            threading.Thread(target=recovery.run, daemon=True, name=name).start()
+            threading.Thread(target=_Recovery(self, link).run, daemon=True, name=name).start()
 
     def lose(self, link: Link, reason: str) -> None:
         """Declare a rank lost; everything that waits for it raises `ConnectionLost`.
