@@ -171,7 +171,7 @@ def test_two_to_the_26_random_elements_have_the_bits_of_the_definition() -> None
 def test_lengths_offsets_and_threads_change_no_bit(
     threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "GRAIN", 64)
+    monkeypatch.setattr("deepseek_zero.kernels.threads.GRAIN", 64)
     layout, scalars = LAYOUTS[1], RULES["adam"].scalars(ADAM | {"betas": (0.9, 0.999)}, 7)
     for numel, offset in itertools.product((0, 1, 7, 8, 9, 64, 65, 127, 1000, 1031), (0, 1, 3)):
         whole = sample(ADAMW, layout, "bits", numel + offset, numel)
