@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..base.meter import AWAY, BETWEEN, Event, Meter
 from ..base.quantities import format_bytes, format_count, format_seconds
@@ -162,14 +161,7 @@ def _advice(lane: str, advice: Advice) -> str:
 # -- recorded communication
 
 
-class Travel(Protocol):
-    """A recorded collective or transfer: when it was in progress and waited for."""
-
-    @property
-    def under_way(self) -> tuple[float, float]: ...
-
-    @property
-    def waited(self) -> tuple[float, float]: ...
+Travel = Event | TransferEvent
 
 
 @dataclass

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..planner.layout import FlatLayout, Slot
 from ..planner.spec import R, S, Spec
-from ..precision.codecs import Codec, LeftOut
+from ..precision.codecs import Codec
+from ..precision.feedback import Errors
 from ..tiers.tier import Storage, Tier
 from .comm_context import CommContext
 
@@ -129,7 +130,7 @@ class FlatBuffer:
         self.storage = Storage(memory) if storage is None else storage
         self.guard = StateGuard() if guard is None else guard
         self.coded_as = coded_as
-        self.errors: LeftOut | None = None
+        self.errors: Errors | None = None
         self.on_sum: Callable[[Tensor], object] | None = None
 
     def load(self) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..comm.collectives import ordered_sum
 from ..planner.layout import BLOCK
 from ..planner.messages import hop_wires
-from ..precision.codecs import Blocks, Cast, Codec, LeftOut
+from ..precision.codecs import Blocks, Cast, Codec
+from ..precision.feedback import Errors
 from .message import Message, Pool
 
 
@@ -25,7 +26,7 @@ class CodedMessage(Message):
             elements; None without error feedback.
     """
 
-    errors: LeftOut | None = None
+    errors: Errors | None = None
 
     @classmethod
     def of(cls, values: Tensor, wire: Codec, pool: Pool) -> CodedMessage:
@@ -120,7 +121,7 @@ def summand_messages(
     wire: Codec,
     near: int,
     wire_inside: Codec | None,
-    errors: LeftOut | None,
+    errors: Errors | None,
     pool: Pool,
 ) -> tuple[CodedMessage, CodedMessage]:
     """Create the messages in which gradients are sent and in which their sums arrive.

@@ -5,6 +5,7 @@ The order of ranks is that of our `Mesh`: pipe is the slowest axis, then data, t
 
 from __future__ import annotations
 
+import re
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -260,21 +261,19 @@ class PipelineParallelGrid:
         return self.global_rank
 
     def __getattr__(self, name: str) -> Any:
-        kind, _, what = name.removeprefix("get_").partition("_parallel_")
-        kinds = {
+        found = re.fullmatch("get_(pipe|data|model|slice)_parallel_(group|world_size|rank)", name)
+        if found is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        kind = found[1]
+        lists = {
             "pipe": "pipe_groups",
             "data": "dp_groups",
             "model": "ds_model_groups",
             "slice": "model_groups",
         }
-        if kind not in kinds or name != f"get_{kind}_parallel_{what}":
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        groups: RankLists = vars(self)[kinds[kind]]
-        functions = {
+        groups: RankLists = vars(self)[lists[kind]]
+        return {
             "group": lambda: self._group(kind, groups),
             "world_size": lambda: len(self._own(groups)),
             "rank": lambda: self._own(groups).index(self.global_rank),
-        }
-        if what not in functions:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return functions[what]
+        }[found[2]]
