@@ -162,7 +162,8 @@ def test_most_unit_and_rank_tests_pass_with_a_copy_without_it(copy: Path) -> Non
     files = [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
     chosen = [path for path in files if not needs_compat(path.read_text())]
     pytest_of_copy = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
-    everything = python(copy, *pytest_of_copy, "--collect-only", *map(str, folders), cwd=ROOT)
+    collect = [*pytest_of_copy, "--collect-only", *map(str, folders)]
+    everything = python(PACKAGE.parent, *collect, cwd=ROOT, seconds=600)
     workers = ["-n", "2", "--dist", "loadscope"]
     said = python(copy, *pytest_of_copy, *workers, *map(str, chosen), cwd=ROOT, seconds=3500)
     passed = number_before("passed", said) + number_before("skipped", said)
