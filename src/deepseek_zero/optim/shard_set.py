@@ -28,6 +28,7 @@ from .step_settings import StepSettings, update_settings_of
 from .tile_memory import Scratch
 from .update_policy import UpdatePolicy
 from .updater import Updater
+from .verdict import gradients_are_scaled
 
 
 class ShardSet:
@@ -388,14 +389,6 @@ def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[Sh
         )
         for run, low, high in zip(runs, edges, edges[1:], strict=False)
     ]
-
-
-def gradients_are_scaled(runtime: Runtime) -> bool:
-    """Return whether the gradient buffers are multiplied by the loss scale.
-
-    They are not if the optimizer exchanges momenta in place of gradients.
-    """
-    return all(group.gradient.reduction.is_scaled for group in runtime.trained_groups)
 
 
 def unknown_parameter(param: torch.Tensor) -> UsageError:

@@ -1,29 +1,24 @@
 """Run any PyTorch optimizer over this rank's shards of the main weights.
 
 The inner optimizer keeps its class, groups and hyper-parameters; only its `params` are replaced by
-shards. A step agrees on the gradient norm, unscales and clips, updates the tiles and refreshes the
-weights.
+shards. step.py runs a step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..base.device import ScalesItself, adopt_step_hooks, mark_stepped
+from ..base.device import ScalesItself, adopt_step_hooks
 from ..base.errors import UsageError
 from ..comm.agreement import AllRanks
 from ..comm.collectives import propagate_errors
-from ..comm.pending import Pending
 from ..optimizers.plain_steps import undecorated
-from ..planner.messages import MAX_IN_FLIGHT
 from ..planner.update import UpdatePlan
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
@@ -31,15 +26,14 @@ from .executor_updates import ExecutorUpdates
 from .initial_states import InitialStates
 from .inner_states import load_saved_states, saved_states
 from .master_shard import MasterShard, Tiles
-from .nonfinite import NonFiniteReport
 from .param_groups import are_updated_on_cpu, prefer_fused, with_replacements
-from .rank_agreement import compare_optimizers, refuse_disagreement, report_idle
-from .shard_set import ShardSet, gradients_are_scaled
+from .rank_agreement import compare_optimizers
+from .shard_set import ShardSet
+from .step import Step
 from .step_message import StepMessage
 from .step_settings import StepSettings
 from .update_policy import UpdatePolicy
-from .updater import Decision, hypers_of
-from .verdict import StepResult, Verdict, agree_on_norm, clip_factor
+from .verdict import StepResult
 
 P = TypeVar("P", bound=UpdatePolicy)
 
@@ -87,9 +81,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         groups = with_replacements(groups)
         self.overflow = False
         self.steps = 0  # calls of `step`
-        self._idle_steps = 0  # steps in which no rank had a gradient
-        watches = any(policy.watches_overflows for policy in self.policies)
-        self.nonfinite = NonFiniteReport(runtime, scaler, watches=watches)
         # A weak reference to the engine's `step_now` if an engine owns the optimizer
         self.take_step: Callable[[], Callable[[], None] | None] = lambda: None
         self.last: StepResult | None = None
@@ -120,7 +111,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 self.shard_set.take_initial_states()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
-        self._count_updated()
+        self._step = Step(self.shard_set)
+        self._step.follow_params()
         self.shard_set.compile_kernels()
         self._executor_updates = ExecutorUpdates(self.shard_set, weakref.ref(self))
         runtime.executor.reductions.updates = weakref.ref(self._executor_updates)
@@ -181,9 +173,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
         It is 1.0 if ranks exchange momenta in place of gradients.
         """
-        if self.scaler is None or not gradients_are_scaled(self.runtime):
-            return 1.0
-        return self.scaler.scale
+        return self._step.grad_scale
 
     def policy(self, cls: type[P]) -> P | None:
         """Return the update policy of this class, or None if the optimizer has none."""
@@ -272,146 +262,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         Note:
             Collective: every rank must call it.
         """
-        self.updater.refuse_mixture()
-        for policy in self.policies:
-            policy.before_step()
-        self._count_updated()
         self.steps = number if number is not None else self.steps + 1
-        verdict = self._agree(message)
-        is_idle = verdict.flags.is_idle and bool(self.runtime.trained_groups)
-        if is_idle:
-            self._idle_steps += 1
-            report_idle(self.runtime, verdict, self.steps, self._idle_steps)
-        checks_finite = self.scaler is not None or self.settings.check_finite
-        self.overflow = checks_finite and not verdict.is_finite
-        norm = verdict.norm / self.grad_scale
-        skip = self.overflow or is_idle
-        result = StepResult(norm, skip, verdict, self.overflow, self.steps)
-        with torch.no_grad(), propagate_errors(self.runtime.comm):
-            self._prepare_gradients(verdict)
-            if not is_idle:
-                for policy in self.policies:
-                    policy.before_update(verdict)
-            self._conclude(self._decide(result))
-            mark_stepped(self.inner)  # for torch's learning-rate schedules
-            self.last = result
-            if not skip:
-                self.last_norm = norm
-            self.runtime.after_step(drop=not self.settings.keep_grads or skip)
-            is_mended = self._report_nonfinite(result)
-        scale_before = self.loss_scale
-        if self.scaler is not None and not is_mended and not is_idle:
-            self.scaler.update(self.overflow)
-        for policy in self.policies:
-            policy.after_step(result, self.loss_scale / scale_before)
-
-    def _agree(self, message: Callable[[], StepMessage]) -> Verdict:
-        """Reduce the gradients that are left, and agree on the norm. Every rank must call it."""
-        runtime = self.runtime
-        with torch.no_grad(), propagate_errors(runtime.comm):
-            runtime.backward.before_step()
-            extra = message()
-            verdict = agree_on_norm(runtime, extra)
-            if verdict.is_contradictory:
-                refuse_disagreement(runtime, verdict)
-            if verdict.flags.any_late:
-                runtime.executor.reductions.reduce_late()
-                verdict = agree_on_norm(runtime, extra)
-        return verdict
-
-    def _prepare_gradients(self, verdict: Verdict) -> None:
-        """Send the gradients that the program changed to the ranks that hold the same slices.
-
-        Every rank must call it.
-        """
-        groups = self.runtime.trained_groups
-        if verdict.flags.any_edited:
-            for each in [group.grad_view.edits.equalise(group.members[0].name) for group in groups]:
-                each.wait()
-        if any(group.gradient.sum.absent for group in groups):
-            # Parameters without a gradient get shards of their own, which are not updated.
-            self.shard_set.cut_apart(lambda cover: cover.is_absent)
-
-    def _decide(self, result: StepResult) -> Decision | None:
-        """Return the factor, number and hyper-parameters of an update, or None to skip it."""
-        if result.skipped:
-            return None
-        factor = clip_factor(result.norm, self.settings.max_norm) / self.grad_scale
-        keeps = any(policy.keeps_decisions for policy in self.policies)
-        hypers = hypers_of(self.inner) if keeps else None
-        return Decision(factor, self.updater.updates + 1, hypers)
-
-    def _report_nonfinite(self, result: StepResult) -> bool:
-        """Report gradients that are not finite; return whether a policy removed their cause."""
-        verdict = result.verdict
-        origin = None
-        if not verdict.is_finite or self.nonfinite.in_a_row:
-            origin = self.nonfinite.after_step(
-                verdict.by_group,
-                is_finite=verdict.is_finite,
-                skipped=result.overflow,
-                step=result.number,
-            )
-        is_mended = False
-        for policy in self.policies:
-            is_mended |= policy.after_update(result, origin)
-        return is_mended
-
-    def _count_updated(self) -> None:
-        """Restrict the gradient norm to the parameters that this optimizer updates."""
-        updated = {id(param) for params in self.params_by_group for param in params}
-        for group in self.runtime.trained_groups:
-            group.follow_optimizer(updated)
-
-    def _conclude(self, made: Decision | None) -> None:
-        """Update by this step's decision, unless a policy replaces it by another one."""
-        due = made
-        for policy in self.policies:
-            due = policy.due(due)
-        done = set[int]()
-        for policy in self.policies:
-            done |= policy.conclude(due)
-        for policy in self.policies:
-            policy.keep(made)
-        if made is not None:
-            self.updater.updates = made.number
-        if due is None:
-            return
-        for group in self.runtime.trained_groups:
-            group.weight_gather.changed()
-        later = [
-            tile for unit, tiles in self.tiles.later.items() if unit not in done for tile in tiles
-        ]
-        self.updater.expect_first([*self.tiles.now, *later], due)
-        self._update_and_refresh(due)
-        for policy in self.policies:
-            policy.postpone(later, due)
-
-    def _update_and_refresh(self, due: Decision) -> None:
-        """Update the tiles that this step updates, and all-gather the weights that are unsharded.
-
-        The gather of one group overlaps with the update of the next, unless the gather itself
-        computes on the CPU (`computes`). All ranks go through the units in the same order, because
-        a rank without a shard of a group still takes part in its gather.
-        """
-        pending: list[Pending] = []
-        # Only a few at a time, because each keeps its message in a borrowed buffer
-        computing: deque[Pending] = deque()
-        left = {shard.group for tile in self.tiles.now for _, shard in tile}
-        with closing(self.updater.step_now(self.tiles.now, due)) as updates:
-            for unit in self.runtime.units:
-                for group in unit.trained:
-                    computes = group.weight_gather.computes
-                    while group in left or (left and computes):
-                        left -= next(updates)
-                    if computes and len(computing) == MAX_IN_FLIGHT:
-                        computing.popleft().wait()
-                    under_way = computing if computes else pending
-                    under_way.append(group.refresh(unit.name, is_update=True))
-            for _ in updates:  # run the generator to its end
-                pass
-        for each in (*pending, *computing):
-            each.wait()
+        self.last = self._step.run(message, self.steps)
+        self.overflow = self.last.overflow
+        if not self.last.skipped:
+            self.last_norm = self.last.norm
 
     def finish(self) -> None:
         """Run pending updates, and undo updates that ran ahead of their step.
@@ -440,7 +295,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.finish()
         with torch.no_grad(), propagate_errors(self.runtime.comm):
             self.runtime.comm.barrier("flush")  # from here on no rank computes with the weights
-            self._conclude(None)
+            self._step.conclude(None)
             self.runtime.backward.drop_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -240,3 +240,11 @@ def clip_factor(norm: float, max_norm: float) -> float:
     if max_norm <= 0.0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
+
+
+def gradients_are_scaled(runtime: Runtime) -> bool:
+    """Return whether the gradient buffers are multiplied by the loss scale.
+
+    They are not if the optimizer exchanges momenta in place of gradients.
+    """
+    return all(group.gradient.reduction.is_scaled for group in runtime.trained_groups)

@@ -1,0 +1,209 @@
+"""One optimizer step: agree on the gradient norm, unscale and clip, update, refresh the weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+
+import torch
+
+from ..base.device import mark_stepped
+from ..comm.collectives import propagate_errors
+from ..comm.pending import Pending
+from ..planner.messages import MAX_IN_FLIGHT
+from .nonfinite import NonFiniteReport
+from .rank_agreement import refuse_disagreement, report_idle
+from .shard_set import ShardSet
+from .step_message import StepMessage
+from .updater import Decision, hypers_of
+from .verdict import StepResult, Verdict, agree_on_norm, clip_factor, gradients_are_scaled
+
+
+class Step:
+    """Runs the steps of an optimizer.
+
+    Args:
+        shards: The shards of the optimizer, with its policies and the objects that update them.
+    """
+
+    def __init__(self, shards: ShardSet) -> None:
+        self.shards = shards
+        self.runtime = shards.runtime
+        self.policies = shards.policies
+        self._idle_steps = 0  # steps in which no rank had a gradient
+        watches = any(policy.watches_overflows for policy in self.policies)
+        self._nonfinite = NonFiniteReport(self.runtime, shards.scaler, watches=watches)
+
+    def run(self, message: Callable[[], StepMessage], number: int) -> StepResult:
+        """Update the weights from the reduced gradients, as `ShardedOptimizer.update`.
+
+        Args:
+            message: Returns values to send to all ranks together with the gradient norm.
+            number: The number of this step in log messages and errors.
+
+        Returns:
+            The gradient norm, and whether the step was skipped.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        shards = self.shards
+        scaler = shards.scaler
+        shards.updater.refuse_mixture()
+        for policy in self.policies:
+            policy.before_step()
+        self.follow_params()
+        verdict = self._agree(message)
+        is_idle = verdict.flags.is_idle and bool(self.runtime.trained_groups)
+        if is_idle:
+            self._idle_steps += 1
+            report_idle(self.runtime, verdict, number, self._idle_steps)
+        checks_finite = scaler is not None or shards.settings.check_finite
+        overflow = checks_finite and not verdict.is_finite
+        norm = verdict.norm / self.grad_scale
+        result = StepResult(norm, overflow or is_idle, verdict, overflow, number)
+        with torch.no_grad(), propagate_errors(self.runtime.comm):
+            self._prepare_gradients(verdict)
+            if not is_idle:
+                for policy in self.policies:
+                    policy.before_update(verdict)
+            self.conclude(self._decide(result))
+            mark_stepped(shards.inner)  # for torch's learning-rate schedules
+            self.runtime.after_step(drop=not shards.settings.keep_grads or result.skipped)
+            is_mended = self._report_nonfinite(result)
+        rescale = 1.0
+        if scaler is not None and not is_mended and not is_idle:
+            before = scaler.scale
+            scaler.update(overflow)
+            rescale = scaler.scale / before
+        for policy in self.policies:
+            policy.after_step(result, rescale)
+        return result
+
+    @property
+    def grad_scale(self) -> float:
+        """The factor by which the gradients are still multiplied: the loss scale.
+
+        It is 1.0 if ranks exchange momenta in place of gradients.
+        """
+        scaler = self.shards.scaler
+        return scaler.scale if scaler is not None and gradients_are_scaled(self.runtime) else 1.0
+
+    def follow_params(self) -> None:
+        """Restrict the gradient norm to the parameters that the optimizer updates."""
+        updated = {id(param) for params in self.shards.params_by_group for param in params}
+        for group in self.runtime.trained_groups:
+            group.follow_optimizer(updated)
+
+    def _agree(self, message: Callable[[], StepMessage]) -> Verdict:
+        """Reduce the gradients that are left, and agree on the norm. Every rank must call it."""
+        runtime = self.runtime
+        with torch.no_grad(), propagate_errors(runtime.comm):
+            runtime.backward.before_step()
+            extra = message()
+            verdict = agree_on_norm(runtime, extra)
+            if verdict.is_contradictory:
+                refuse_disagreement(runtime, verdict)
+            if verdict.flags.any_late:
+                runtime.executor.reductions.reduce_late()
+                verdict = agree_on_norm(runtime, extra)
+        return verdict
+
+    def _prepare_gradients(self, verdict: Verdict) -> None:
+        """Send the gradients that the program changed to the ranks that hold the same slices.
+
+        Every rank must call it.
+        """
+        groups = self.runtime.trained_groups
+        if verdict.flags.any_edited:
+            for each in [group.grad_view.edits.equalise(group.members[0].name) for group in groups]:
+                each.wait()
+        if any(group.gradient.sum.absent for group in groups):
+            # Parameters without a gradient get shards of their own, which are not updated.
+            self.shards.cut_apart(lambda cover: cover.is_absent)
+
+    def _decide(self, result: StepResult) -> Decision | None:
+        """Return the factor, number and hyper-parameters of an update, or None to skip it."""
+        if result.skipped:
+            return None
+        shards = self.shards
+        factor = clip_factor(result.norm, shards.settings.max_norm) / self.grad_scale
+        keeps = any(policy.keeps_decisions for policy in self.policies)
+        hypers = hypers_of(shards.inner) if keeps else None
+        return Decision(factor, shards.updater.updates + 1, hypers)
+
+    def _report_nonfinite(self, result: StepResult) -> bool:
+        """Report gradients that are not finite; return whether a policy removed their cause."""
+        verdict = result.verdict
+        origin = None
+        if not verdict.is_finite or self._nonfinite.in_a_row:
+            origin = self._nonfinite.after_step(
+                verdict.by_group,
+                is_finite=verdict.is_finite,
+                skipped=result.overflow,
+                step=result.number,
+            )
+        is_mended = False
+        for policy in self.policies:
+            is_mended |= policy.after_update(result, origin)
+        return is_mended
+
+    def conclude(self, made: Decision | None) -> None:
+        """Update by this step's decision, unless a policy replaces it by another one.
+
+        Args:
+            made: The decision from this step's gradients; None if there is none.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        shards = self.shards
+        due = made
+        for policy in self.policies:
+            due = policy.due(due)
+        done = set[int]()
+        for policy in self.policies:
+            done |= policy.conclude(due)
+        for policy in self.policies:
+            policy.keep(made)
+        if made is not None:
+            shards.updater.updates = made.number
+        if due is None:
+            return
+        for group in self.runtime.trained_groups:
+            group.weight_gather.changed()
+        later = [
+            tile for unit, tiles in shards.tiles.later.items() if unit not in done for tile in tiles
+        ]
+        shards.updater.expect_first([*shards.tiles.now, *later], due)
+        self._update_and_refresh(due)
+        for policy in self.policies:
+            policy.postpone(later, due)
+
+    def _update_and_refresh(self, due: Decision) -> None:
+        """Update the tiles that this step updates, and all-gather the weights that are unsharded.
+
+        The gather of one group overlaps with the update of the next, unless the gather itself
+        computes on the CPU (`computes`). All ranks go through the units in the same order, because
+        a rank without a shard of a group still takes part in its gather.
+        """
+        tiles = self.shards.tiles.now
+        pending: list[Pending] = []
+        # Only a few at a time, because each keeps its message in a borrowed buffer
+        computing: deque[Pending] = deque()
+        left = {shard.group for tile in tiles for _, shard in tile}
+        with closing(self.shards.updater.step_now(tiles, due)) as updates:
+            for unit in self.runtime.units:
+                for group in unit.trained:
+                    computes = group.weight_gather.computes
+                    while group in left or (left and computes):
+                        left -= next(updates)
+                    if computes and len(computing) == MAX_IN_FLIGHT:
+                        computing.popleft().wait()
+                    under_way = computing if computes else pending
+                    under_way.append(group.refresh(unit.name, is_update=True))
+            for _ in updates:  # run the generator to its end
+                pass
+        for each in (*pending, *computing):
+            each.wait()
