@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.kernels import choice, sums, threads
+from deepseek_zero.kernels import choice, sums
 from deepseek_zero.kernels.check import values
 from deepseek_zero.kernels.sums import BLOCK, add_rows, same_bits, sum_of_squares
 from deepseek_zero.planner import layout
@@ -98,7 +98,7 @@ def test_a_sum_may_overwrite_any_of_its_rows(numel: int, count: int) -> None:
 def test_a_sum_writes_nothing_outside_and_does_not_depend_on_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(threads, "GRAIN", 64)
+    monkeypatch.setattr("deepseek_zero.kernels.threads.GRAIN", 64)
     memory = [numbers("normal", 1003, BF16, seed) for seed in range(3)]
     rows = [each[1:-1] for each in memory]  # at addresses that are no multiples of anything
     expected = torch.empty(1001, dtype=BF16)
@@ -162,7 +162,7 @@ def test_a_compiled_sum_of_squares_has_the_same_bits(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sums._has_square_loop(dtype), "it is compiled, and not left to torch"
-    monkeypatch.setattr(threads, "GRAIN", 64)
+    monkeypatch.setattr("deepseek_zero.kernels.threads.GRAIN", 64)
     for numel, first in product((BLOCK, 5 * BLOCK, 200 * BLOCK + 77), (0, 1, 1023)):
         numbers_in = spread(numel, dtype)
         with pytest.MonkeyPatch.context() as alone:
