@@ -766,9 +766,10 @@ def suspect_lone_process(environ: Environment) -> UsageError | None:
 def refuse_lone_process(environ: Environment) -> None:
     """Raise UsageError if two variables indicate that a lone process is one of several ranks."""
     found = _suspicion_of(environ)
-    for count in () if found is None else found.counts:
+    if found is None:
+        return
+    for count in found.counts:
         if _value_of(environ, count) >= 2:
-            assert found is not None
             raise UsageError(
                 f"{found.name}={environ[found.name]} and {count}={environ[count]}, but this "
                 "process has no rank.",
