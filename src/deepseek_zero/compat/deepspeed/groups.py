@@ -93,10 +93,8 @@ def _init_tp_mesh_device(
     here = Mesh(tp=tensor_model_parallel_size).on_world(size, rank)
     found: dict[tuple[str, ...], Any] = {}
     for axes in (DATA, TENSOR):
-        for ranks in here.groups_along(*axes):
-            made = dist.new_group(list(ranks))
-            if rank in ranks:
-                found[axes] = made
+        ranks = [list(each) for each in here.groups_along(*axes)]
+        found[axes], _ = dist.new_subgroups_by_enumeration(ranks)
     _Process.stated = get_world_group(), here, found
     return found[DATA], found[TENSOR]
 

@@ -225,10 +225,7 @@ class PipelineParallelGrid:
         if name not in self._made:
             if not dist.is_initialized():
                 return None
-            for ranks in groups:
-                made = dist.new_group(ranks)
-                if self.global_rank in ranks:
-                    self._made[name] = made
+            self._made[name], _ = dist.new_subgroups_by_enumeration(groups)
         return self._made[name]
 
     def _is_grid_valid(self) -> bool:
