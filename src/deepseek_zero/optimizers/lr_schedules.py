@@ -174,6 +174,16 @@ def _whole(settings: Any, name: str, least: int) -> int:
     return int(value)
 
 
+def _steps(settings: Any, name: str, least: int) -> float:
+    """Return a number of iterations. Programs for DeepSpeed compute fractions such as 0.03 * total.
+
+    Raises ConfigError if it is not a number, or is less than `least`.
+    """
+    value = getattr(settings, name)
+    is_fraction = isinstance(value, float) and math.isfinite(value) and value > least
+    return value if is_fraction and not value.is_integer() else _whole(settings, name, least)
+
+
 def _between(lows: Sequence[float], highs: Sequence[float], share: float) -> list[float]:
     """Return the value of each group at a fraction of the way from low to high."""
     return [low + (high - low) * share for low, high in zip(lows, highs, strict=True)]
@@ -575,7 +585,7 @@ class _Warmup:
     """The rise from 0 to 1 that three schedules share."""
 
     def __init__(self, settings: Any) -> None:
-        num_steps = _whole(settings, "warmup_num_steps", 0)
+        num_steps = _steps(settings, "warmup_num_steps", 0)
         self.num_steps = max(2, num_steps) if num_steps else 0
         self.shape = settings.warmup_type
         if self.shape not in ("log", "linear"):
@@ -597,8 +607,8 @@ class _Warmup:
         return math.log(iteration + 1) / math.log(self.num_steps)
 
 
-def _total(settings: Any, warmup: int) -> int:
-    steps = _whole(settings, "total_num_steps", 1)
+def _total(settings: Any, warmup: float) -> float:
+    steps = _steps(settings, "total_num_steps", 1)
     if steps < warmup:
         log_once(
             f"total_num_steps {steps} is less than warmup_num_steps {warmup}: the run ends inside "

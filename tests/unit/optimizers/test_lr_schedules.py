@@ -253,7 +253,7 @@ def test_a_torch_schedule_is_found_by_name() -> None:
             r"'warmup_steps' is not a parameter \(did you mean 'warmup_num_steps'\?\)",
         ),
         ("WarmupDecayLR", {}, "'total_num_steps' is missing"),
-        ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5"),
+        ("WarmupLR", {"warmup_num_steps": -2.5}, "warmup_num_steps is -2.5"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps is -1"),
         ("WarmupLR", {"warmup_num_steps": "ten"}, "'warmup_num_steps' must be a number, not 'ten'"),
         ("StepLR", {"step_sise": 3}, "'step_size' is missing"),
@@ -294,3 +294,12 @@ def test_one_cycle_takes_momenta_and_rates_per_group_and_a_fall_of_no_length() -
         OneCycle(optimizer, 0.1, 1.0, cycle_max_mom=[0.9, 0.9, 0.9])
     sudden = OneCycle(groups(1.0), 0.0, 1.0, cycle_first_step_size=4, cycle_second_step_size=0)
     assert sudden.step_ratio == 1.0 and rates(sudden, 3) == [0.0, 0.25, 0.5, 0.75]
+
+
+def test_numbers_of_iterations_may_be_fractions() -> None:
+    warm = WarmupLR(groups(0.5), warmup_num_steps=2.5, warmup_type="linear", warmup_max_lr=1.0)
+    assert rates(warm, 4) == pytest.approx([0.0, 0.0, 0.4, 0.8, 1.0])
+    decay = WarmupDecayLR(
+        groups(0.5), 4.5, warmup_num_steps=2.5, warmup_type="linear", warmup_max_lr=1.0
+    )
+    assert rates(decay, 5) == pytest.approx([0.0, 0.0, 0.4, 0.8, 0.75, 0.25])
