@@ -261,7 +261,8 @@ def _loss_scale(config: Config, problems: Problems) -> None:
 
 def _optimizer(config: Config, problems: Problems) -> None:
     params = config.optimizer.params
-    if "max_grad_norm" in params:
+    # DeepSpeed refuses it only if the optimizer is built from this section (`resolve_optimizer`)
+    if "max_grad_norm" in params and not problems.goes_on:
         norm = params["max_grad_norm"]
         problems.add(
             "optimizer.params.max_grad_norm",
@@ -321,6 +322,7 @@ def _tiers(config: Config, problems: Problems) -> Config:
                     offload.nvme_path,
                 )
     _open_places(config, problems)
+    config = _without_idle_offload(config, problems)
     if len(set(paths.values())) > 1:
         key = "zero_optimization.offload_param.nvme_path"
         what = "differs from that of offload_optimizer, but a rank stores its states in one file"
@@ -359,13 +361,32 @@ def _open_places(config: Config, problems: Problems) -> None:
                 'set "device": "auto" in offload_optimizer or offload_param, or remove it',
                 value,
             )
-    if states.ratio != 1.0 and states.device not in ("cpu", "nvme"):
+    refused = ("auto",) if problems.goes_on else ("auto", "none")
+    if states.ratio != 1.0 and states.device in refused:
         problems.add(
             "zero_optimization.offload_optimizer.ratio",
             "has no effect: nothing is offloaded",
             'set "device": "cpu" or "nvme" in offload_optimizer, or remove it',
             states.ratio,
         )
+
+
+def _without_idle_offload(config: Config, problems: Problems) -> Config:
+    """Drop keys of offloaded states that DeepSpeed ignores, with a warning."""
+    section = config.zero_optimization
+    states = section.offload_optimizer
+    is_idle = states.device == "none"
+    changes = dict[str, float | bool]()
+    if is_idle and states.ratio != 1.0:
+        changes["ratio"] = 1.0
+    if states.super_offload and (is_idle or section.stage != 3):
+        changes["super_offload"] = False
+    if not (problems.goes_on and changes):
+        return config
+    for key in changes:
+        path = f"zero_optimization.offload_optimizer.{key}"
+        problems.warn(path, "ignored: it needs a device, and super_offload stage 3")
+    return config.changed({"zero_optimization": {"offload_optimizer": changes}})
 
 
 def _vertical(config: Config, problems: Problems) -> None:

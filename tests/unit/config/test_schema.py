@@ -232,6 +232,15 @@ def test_keys_that_deepspeed_ignores_are_warnings_under_its_name() -> None:
     ignored: dict[str, dict[str, Any]] = {
         "optimizer.params": {"optimizer": {"params": {"lr": 0.1}}},
         "scheduler.params": {"scheduler": {"type": None, "params": {"warmup_num_steps": 3}}},
+        "zero_optimization.offload_optimizer.ratio": {
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.3}}
+        },
+        "zero_optimization.offload_optimizer.super_offload": {
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "super_offload": True},
+            }
+        },
         "bfloat16": {"bf16": {"enabled": True}, "bfloat16": {"enabled": False}},
         "zero_optimization.offload_param.nvme_path": {
             "zero_optimization": {
@@ -248,3 +257,4 @@ def test_keys_that_deepspeed_ignores_are_warnings_under_its_name() -> None:
     assert raw.get("zero_optimization.offload_param.nvme_path") == "a"
     with pytest.raises(ConfigError, match=r"optimizer\.params"):
         load({"optimizer": {"params": {"lr": 0.1}}})
+    load({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, unknown="warn")
