@@ -312,6 +312,29 @@ def test_expanded_buffers_and_extra_states_are_restored(tmp_path: Path, stage: i
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("has_moments", [True, False])
+def test_a_checkpoint_that_is_loaded_in_inference_mode_can_be_trained_from(
+    tmp_path: Path, stage: int, has_moments: bool
+) -> None:
+    engine = build(stage)
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path)
+    train(engine, 2, 4)
+    again = build(stage)
+    train(again, 0, int(has_moments))
+    with torch.inference_mode():
+        again.load_checkpoint(tmp_path)
+    train(again, 2, 4)
+    assert_same(engine.module_state_dict(), again.module_state_dict())
+    with torch.inference_mode():
+        reader = build(stage)
+    reader.load_checkpoint(tmp_path, tag="global_step2")
+    with torch.inference_mode():
+        assert reader(torch.ones(4, 7)).shape == (4, 5)
+
+
+@pytest.mark.ranks(2)
 def test_buffers_that_do_not_fit_are_refused_before_anything_changes(tmp_path: Path) -> None:
     remembering(3, Remembering()).save_checkpoint(tmp_path)
     wider = remembering(3, Remembering(5))

@@ -378,13 +378,20 @@ def load_checkpoint(
     layout = layout_named(name) if name else None
     settings = LoadSettings(restore.strict, moments, not restore.module_only, verify)
     read = layout.load if isinstance(layout, EngineLayout) else checkpoint.load_slices
-    loaded = read(folder, chosen, contents, settings)
+    # States that inference mode creates could not be updated outside of it.
+    with torch.inference_mode(_is_inference(engine.runtime)):
+        loaded = read(folder, chosen, contents, settings)
     restore_extra_states(engine.runtime.model, loaded.trainer.get("extra_state") or {})
     if not restore.module_only:
         _restore_counters(
             engine, loaded, has_moments=restore.moments, has_schedule=restore.schedule
         )
     return str(loaded.folder), loaded.client
+
+
+def _is_inference(runtime: Runtime) -> bool:
+    """Return whether the engine was built in inference mode, so that it can only run inference."""
+    return any(group.weight.memory.is_inference() for group in runtime.groups)
 
 
 def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
