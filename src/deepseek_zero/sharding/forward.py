@@ -19,9 +19,9 @@ from ..base.device import (
 from ..base.errors import NotBuiltError
 from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, tensors_in
-from ..planner.auto_wrap_policy import BATCH_NORMS
 from ..precision.policy import Policy
 from .backward import Backward
+from .dtype_advice import explain_dtypes
 from .hooks import calls_under_way, weak_hook
 from .model_changes import Structure, frozen_or_unfrozen
 from .param_group import ParamGroup
@@ -241,7 +241,7 @@ class Forward:
             error = sys.exception()
             if error is not None and not ends_recomputation(error):
                 if unit is self.root and self.policy.compute is not None:
-                    _explain_dtypes(error, unit.module, self.policy.compute)
+                    explain_dtypes(error, unit.module, self.policy.compute)
                 self.comm.waits.post_error(error)
             return output
         output = self._as_passed(unit, output)
@@ -292,31 +292,3 @@ class Forward:
         if not self.any_promoted or unit is self.root:
             return output
         return cast_inputs(output, self._compute_dtype(self.root))
-
-
-def _explain_dtypes(error: BaseException, model: nn.Module, compute: torch.dtype) -> None:
-    """Add a note to torch's error about mixed dtypes, because wrapping casts no buffers.
-
-    Args:
-        error: The error that ended the forward.
-        model: The wrapped model.
-        compute: The dtype of its weights.
-    """
-    if not isinstance(error, RuntimeError) or "type" not in str(error):
-        return
-    others = []
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            is_other = buffer.is_floating_point() and buffer.dtype != compute
-            if is_other and not isinstance(module, BATCH_NORMS):
-                others.append(f"'{prefix}.{name}'" if prefix else f"'{name}'")
-    named = ", ".join(others[:3])
-    if len(others) > 3:
-        named += f" and {len(others) - 3} more"
-    which = f" Buffers with another dtype are {named}." if others else ""
-    error.add_note(
-        f"[deepseek_zero] The weights were cast to {compute}. Buffers, and tensors that forward "
-        f"creates, keep their dtype.{which}\n"
-        "  What to do: cast them where they are used, as in `x + self.table.to(x.dtype)`, or cast "
-        "the buffers before wrapping; torch_autocast casts both in each operation."
-    )
