@@ -7,6 +7,7 @@ along "tp".
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -148,6 +149,7 @@ class GatheredParameters:
         self.modifier_rank = modifier_rank
         self.enabled = enabled
         self.groups: list[ParamGroup] = []
+        self.enclosed: list[ParamGroup] = []  # groups that an outer block has gathered
         self.building: list[tuple[nn.Parameter, InitShard]] = []
         # Each group with its gathered values, and their marks if changes are refused
         self._held: list[tuple[ParamGroup, Tensor, tuple[int, ...]]] = []
@@ -155,7 +157,9 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         if not self.enabled:
             return self
-        self.groups = [group for group in groups_of(self.params) if not group.is_pinned]
+        groups = groups_of(self.params)
+        self.groups = [group for group in groups if not group.is_pinned]
+        self.enclosed = [group for group in groups if group in _holders]
         self.building = _under_construction(self.params)
         copies = []
         with torch.inference_mode(False), torch.no_grad():
@@ -168,6 +172,7 @@ class GatheredParameters:
                 buffer = FlatBuffer(group.layout, group.plan.weight.gathered(), copy)
                 for member in group.members:
                     member.unshard(buffer.view(member.slot))
+        _holders.update(dict.fromkeys(self.groups, self))
         self._held = [
             (group, copy, _mark(group, copy) if self.modifier_rank is None else ())
             for group, copy in zip(self.groups, copies, strict=True)
@@ -191,13 +196,16 @@ class GatheredParameters:
     def _take_over(self) -> None:
         assert self.modifier_rank is not None
         for group, copy, _ in self._held:
-            comm = group.comm_ctx.world
-            if comm.rank == self.modifier_rank:
-                with propagate_errors(comm):
-                    _take_replaced(group, copy)
-            what = f"changed {group.members[0].name}"
-            scatter(comm, [copy] * comm.size, copy, what, self.modifier_rank)
-            set_full_values(group, copy)
+            _adopt(group, copy, self.modifier_rank)
+        for group in self.enclosed:
+            _holders[group]._adopt_from_inner(group, self.modifier_rank)
+
+    def _adopt_from_inner(self, group: ParamGroup, modifier_rank: int) -> None:
+        """Adopt the changes that an inner block made to one of this block's groups."""
+        for number, (held, copy, mark) in enumerate(self._held):
+            if held is group:
+                _adopt(group, copy, modifier_rank)
+                self._held[number] = group, copy, _mark(group, copy) if mark else ()
 
     def _refuse_changes(self) -> None:
         if self.groups:
@@ -230,6 +238,7 @@ class GatheredParameters:
                 shard.reshard(param, winner)
         for group in self.groups:
             group.is_pinned = False
+            _holders.pop(group, None)
             for member in group.members:
                 if group.is_sharded and group.unsharded is None:
                     with without_torch_function():
@@ -238,8 +247,23 @@ class GatheredParameters:
                     source = group.unsharded if group.unsharded is not None else group.weight
                     member.unshard(source.view(member.slot))
         self.groups = []
+        self.enclosed = []
         self.building = []
         self._held = []
+
+
+# Gathered group -> the block that gathered it
+_holders: weakref.WeakKeyDictionary[ParamGroup, GatheredParameters] = weakref.WeakKeyDictionary()
+
+
+def _adopt(group: ParamGroup, copy: Tensor, modifier_rank: int) -> None:
+    """Give all ranks the values that one rank has in its gathered copy of a group."""
+    comm = group.comm_ctx.world
+    if comm.rank == modifier_rank:
+        with propagate_errors(comm):
+            _take_replaced(group, copy)
+    scatter(comm, [copy] * comm.size, copy, f"changed {group.members[0].name}", modifier_rank)
+    set_full_values(group, copy)
 
 
 def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, InitShard]]:

@@ -45,3 +45,22 @@ def test_a_constructor_may_register_an_external_parameter(is_sharded: bool) -> N
     engine.step()
     with pytest.raises(RuntimeError, match=r"not a torch\.nn\.Parameter"):
         deepspeed.zero.register_external_parameter(model, torch.ones(1))
+
+
+@pytest.mark.parametrize("outer", [None, 0])
+def test_an_inner_block_keeps_its_change_of_a_gathered_unit(outer: int | None) -> None:
+    import deepspeed
+
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=outer):
+        with deepspeed.zero.GatheredParameters(model[0].weight, modifier_rank=0):
+            model[0].weight.data.fill_(5.0)
+        assert bool((model[0].weight == 5).all())
+    assert bool((engine.module_state_dict()["0.weight"] == 5).all())
+    assert bool((deepspeed.utils.safe_get_full_fp32_param(model[0].weight) == 5).all())
