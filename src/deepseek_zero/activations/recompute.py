@@ -47,10 +47,11 @@ class RecomputeSettings:
         disk: How the disk is accessed.
         checkpoints: Number of checkpoints for which memory is reserved; None determines it in the
             first step.
-        profile: Measure and log the times of each checkpoint in one step.
+        profile: Whether to measure and log the times of each checkpoint in one step.
         policy: The operators whose results are kept instead of being recomputed (`operators_of`);
             None if not set.
-        partitioned: Shard the inputs of checkpoints over the tensor-parallel ranks, if any.
+        partitioned: Whether to shard the inputs of checkpoints over the tensor-parallel ranks, if
+            any.
     """
 
     tier: Tier | None = None

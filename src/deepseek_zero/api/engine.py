@@ -281,8 +281,8 @@ class ZeroEngine(Exports, Engine):
             save_dir: The folder of all checkpoints of the run, the same on every rank.
             tag: Name of the checkpoint. By default it contains the number of steps.
             client_state: This rank's own values to save: plain values, tensors and NumPy arrays.
-            save_latest: Write the name of this checkpoint to the file `latest`.
-            exclude_frozen_parameters: Omit parameters that no pipeline stage trains.
+            save_latest: Whether to write the name of this checkpoint to the file `latest`.
+            exclude_frozen_parameters: Whether to omit parameters that no pipeline stage trains.
             wait: If True, return after the checkpoint is complete. If False, the checkpoint is
                 written in the background. The first step after the last byte is written publishes
                 it, or raises an error if the write failed. `finish_saving` waits for both.
@@ -340,11 +340,11 @@ class ZeroEngine(Exports, Engine):
             load_dir: The folder of all checkpoints.
             tag: Name of the checkpoint. None selects the checkpoint that the file `latest` names.
                 "newest" selects the newest checkpoint in which every byte is valid.
-            load_module_strict: Raise an error if the checkpoint and the model have different
-                parameters.
-            load_optimizer_states: Restore the optimizer states.
-            load_lr_scheduler_states: Restore the learning-rate schedule.
-            load_module_only: Restore only the weights.
+            load_module_strict: Whether to raise an error if the checkpoint and the model have
+                different parameters.
+            load_optimizer_states: Whether to restore the optimizer states.
+            load_lr_scheduler_states: Whether to restore the learning-rate schedule.
+            load_module_only: Whether to restore only the weights.
             custom_load_fn: Called with `src`, the whole state dict of the checkpoint, and `dst`,
                 the model, after all else is restored. It loads the weights into the model.
 
@@ -386,7 +386,7 @@ class ZeroEngine(Exports, Engine):
         """Return the full state dict of the model on every rank.
 
         Args:
-            exclude_frozen_parameters: Omit parameters that no pipeline stage trains.
+            exclude_frozen_parameters: Whether to omit parameters that no pipeline stage trains.
 
         Returns:
             Full tensors by the model's own names, without a prefix.
@@ -419,7 +419,7 @@ class ZeroEngine(Exports, Engine):
 
         Args:
             checkpoint: A full state dict, or `{"module": state_dict}`; the same on every rank.
-            strict: Raise an error if names are missing or unexpected.
+            strict: Whether to raise an error if names are missing or unexpected.
             custom_load_fn: Called with `src`, the state dict, and `dst`, the model, to load it.
             fetch_z3_params: Accepted and ignored.
 
@@ -459,7 +459,7 @@ class ZeroEngine(Exports, Engine):
             save_dir: Folder to write the file into.
             save_filename: Name of the file. With the suffix .safetensors it has that format, with
                 tied weights stored once.
-            exclude_frozen_parameters: Omit parameters that no pipeline stage trains.
+            exclude_frozen_parameters: Whether to omit parameters that no pipeline stage trains.
 
         Returns:
             Whether the file was written. As in DeepSpeed, False at stage 3 unless
@@ -517,7 +517,7 @@ class ZeroEngine(Exports, Engine):
                 these are the same, and stay unless `lp_params` is given), `lp_grads` the memory of
                 gradients, `contiguous_grad_buffer` that of messages.
             device: "cpu", "nvme" to use the file for all states, or "none" to do nothing.
-            pin_memory: Page-lock the host memory that a GPU's states are moved to.
+            pin_memory: Whether to page-lock the host memory that a GPU's states are moved to.
             non_blocking: Accepted; the states have been moved when this returns.
 
         Raises:

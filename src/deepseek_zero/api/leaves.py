@@ -38,7 +38,7 @@ def set_z3_leaf_modules(
     Args:
         model: The model, before `initialize`.
         leaf_module_classes: Types, class names, or full class names.
-        raise_if_not_found: Raise an error if no module has one of the classes.
+        raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:
         The modules of these classes, which are leaf modules now.
@@ -62,7 +62,7 @@ def unset_z3_leaf_modules(
     Args:
         model: The model, before `initialize`.
         leaf_module_classes: Types, class names, or full class names.
-        raise_if_not_found: Raise an error if no module has one of the classes.
+        raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:
         The modules of these classes, which are no longer leaf modules.
@@ -83,7 +83,7 @@ def set_z3_leaf_modules_by_name(
     Args:
         model: The model, before `initialize`.
         module_names: Names as in `model.named_modules()`.
-        raise_if_not_found: Raise an error if a name is missing.
+        raise_if_not_found: Whether to raise an error if a name is missing.
 
     Returns:
         The new leaf modules, and the names that no module has.
@@ -104,7 +104,7 @@ def set_z3_leaf_modules_by_suffix(
     Args:
         model: The model, before `initialize`.
         module_name_suffixes: Suffixes of names as in `model.named_modules()`.
-        raise_if_not_found: Raise an error if no name has a suffix.
+        raise_if_not_found: Whether to raise an error if no name has a suffix.
 
     Returns:
         The new leaf modules, and the suffixes that no name has.

@@ -62,7 +62,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
     Args:
         message: Text in front of the figures.
-        force: Log it. Without it nothing happens, as in DeepSpeed.
+        force: Whether to log anything. If false, the call does nothing, as in DeepSpeed.
     """
     if not force:
         return

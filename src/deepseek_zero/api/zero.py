@@ -147,7 +147,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     Args:
         model: Model to load into, before or after `initialize`.
         path: A folder in the layout of Hugging Face, or one file.
-        strict: Raise an error if the files and the model have different parameters.
+        strict: Whether to raise an error if the files and the model have different parameters.
 
     Note:
         Collective if the model is sharded over several ranks: every rank must call it.

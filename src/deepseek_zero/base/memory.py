@@ -125,7 +125,7 @@ def private_pages(numel: int, dtype: torch.dtype, *, locked: bool = False) -> Te
     Args:
         numel: Number of elements.
         dtype: Dtype of the elements.
-        locked: Page-lock the memory for copies to and from a GPU, until it is freed.
+        locked: Whether to page-lock the memory for copies to and from a GPU, until it is freed.
 
     Returns:
         A 1-D tensor of zeros.

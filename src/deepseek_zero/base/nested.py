@@ -95,7 +95,7 @@ def all_tensors(value: Any, *, visits_objects: bool = True) -> list[Tensor]:
 
     Args:
         value: A tensor, or containers of tensors.
-        visits_objects: Visit the attributes of other objects too, as `map_tensors` does.
+        visits_objects: Whether to visit the attributes of other objects too, as `map_tensors` does.
 
     Returns:
         The tensors, in the order in which they occur. A tensor that occurs twice is listed twice.

@@ -148,7 +148,7 @@ def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[Checkpoi
 
     Args:
         directory: Directory that contains one folder per checkpoint.
-        reads_headers: Also check the headers of the files, and record faults.
+        reads_headers: Whether to also check the headers of the files, and record faults.
 
     Returns:
         One description per checkpoint, including damaged and incomplete ones.
@@ -186,7 +186,7 @@ def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointIn
     Args:
         path: Folder or file of the checkpoint.
         tag: Name to record for the checkpoint.
-        reads_headers: Also check the headers of the files, and record faults.
+        reads_headers: Whether to also check the headers of the files, and record faults.
 
     Returns:
         The description, which contains any fault that was found.
@@ -413,7 +413,7 @@ def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> Pr
     Args:
         directory: Directory of checkpoints.
         retention: Which checkpoints to keep.
-        dry_run: Only report what would be removed.
+        dry_run: Whether to only report what would be removed.
 
     Returns:
         The removed and kept checkpoints and the cleaned hidden paths, also in a dry run.
@@ -433,7 +433,7 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
 
     Args:
         directory: Directory of checkpoints.
-        dry_run: Only report what would be changed.
+        dry_run: Whether to only report what would be changed.
 
     Returns:
         The hidden paths that were, or would be, removed or renamed.

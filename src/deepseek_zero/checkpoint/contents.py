@@ -41,11 +41,11 @@ class SaveSettings:
     """What a save writes, and whether it returns before the files are complete.
 
     Attributes:
-        latest: Write the tag into the file `latest`.
-        exclude_frozen: Omit parameters that are not trained.
+        latest: Whether to write the tag into the file `latest`.
+        exclude_frozen: Whether to omit parameters that are not trained.
         tag_validation: "Ignore", "Warn" or "Fail" if ranks pass different tags.
-        wait: Return after the checkpoint is on the disk. Otherwise it is written during training,
-            unless a state is stored on a disk.
+        wait: Whether to return after the checkpoint is on the disk. Otherwise it is written during
+            training, unless a state is stored on a disk.
         snapshot_bytes: Maximum bytes per rank for copies of unwritten states that a step is about
             to change.
         folders: The folder of each rank if they differ; empty if all ranks use the same folder.
@@ -64,11 +64,12 @@ class LoadSettings:
     """What a load restores, and how it checks the files.
 
     Attributes:
-        strict: Require the same names in the model and the checkpoint.
-        moments: Restore the optimizer's state.
-        rng: Restore random generators if the data are divided among as many ranks as when saving.
-        verify: Compare every byte with its checksum before anything changes. Each rank reads its
-            part of the files; moments are read twice only if they replace existing ones.
+        strict: Whether to require the same names in the model and the checkpoint.
+        moments: Whether to restore the optimizer's state.
+        rng: Whether to restore random generators if the data are divided among as many ranks as
+            when saving.
+        verify: Whether to compare every byte with its checksum before anything changes. Each rank
+            reads its part of the files; moments are read twice only if they replace existing ones.
     """
 
     strict: bool = True

@@ -45,7 +45,7 @@ def convert_to_safetensors(
         dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
         tag: The checkpoint in the directory; None selects the one named by `latest`.
         max_shard_bytes: Maximum size of one file in bytes.
-        exclude_frozen: Omit parameters that are not trained.
+        exclude_frozen: Whether to omit parameters that are not trained.
 
     Returns:
         The names of the files.
@@ -93,7 +93,7 @@ def state_dict_of(
         path: A checkpoint, or a directory of checkpoints.
         dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
         tag: The checkpoint in the directory; None selects the one named by `latest`.
-        exclude_frozen: Omit parameters that are not trained.
+        exclude_frozen: Whether to omit parameters that are not trained.
 
     Raises:
         CheckpointError: The checkpoint is damaged.
@@ -123,7 +123,7 @@ def convert_to_pth(
         out: The file to write; it is unchanged if an error occurs.
         dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
         tag: The checkpoint in the directory; None selects the one named by `latest`.
-        exclude_frozen: Omit parameters that are not trained.
+        exclude_frozen: Whether to omit parameters that are not trained.
 
     Raises:
         CheckpointError: The checkpoint is damaged, or the disk returned an error.

@@ -50,7 +50,7 @@ class ExportSettings:
     Attributes:
         dtype: Dtype of floating-point tensors; None keeps the dtype in which they compute.
         max_shard_bytes: Maximum size of one file in bytes.
-        exclude_frozen: Omit parameters that are not trained.
+        exclude_frozen: Whether to omit parameters that are not trained.
     """
 
     dtype: torch.dtype | None = None

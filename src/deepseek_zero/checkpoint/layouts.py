@@ -210,7 +210,7 @@ class SafetensorsLayout(ForeignLayout):
         ]
 
     def checksum_coverage(self, path: Path) -> str:
-        """Return that files of other programs have no checksums; empty for our exports."""
+        """Return a note that the files have no checksums; empty for this library's exports."""
         if all(read_header(each).tensor_crcs for each in self.files(path)):
             return ""
         return "another program wrote this, without checksums: its tensors were only read"
@@ -263,7 +263,7 @@ class TorchLayout(ForeignLayout):
         return torch_records(file)
 
     def checksum_coverage(self, path: Path) -> str:
-        """Return that only torch's own checksums of the records exist."""
+        """Return a note that only torch's own checksums of the records exist."""
         return "torch's CRC-32 of each record is all this file has"
 
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:

@@ -61,7 +61,7 @@ class CheckpointReader(StateReader):
         folder: Folder of the checkpoint.
         chunks: The chunks to read from.
         stack: Exit stack that closes the files when it is left.
-        verifies: Compare a chunk with its checksum if it is read from start to end.
+        verifies: Whether to compare a chunk with its checksum if it is read from start to end.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ def open_checkpoint(
         path: A checkpoint or export, or a directory of checkpoints.
         tag: The checkpoint in the directory; None selects the one named by `latest`.
         stack: Exit stack that closes the files when it is left.
-        checks: Verify every byte first.
+        checks: Whether to verify every byte first.
 
     Returns:
         The open checkpoint, whose tensors are read on demand.
@@ -366,7 +366,7 @@ def tensors_of(
     Args:
         source: Open checkpoint to read from.
         dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
-        exclude_frozen: Omit parameters that are not trained.
+        exclude_frozen: Whether to omit parameters that are not trained.
 
     Returns:
         Lazy tensors by name. Nothing is read before their values are requested.

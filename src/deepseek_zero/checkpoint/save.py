@@ -329,7 +329,7 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
     Args:
         hidden: Finished folder under its hidden name.
         final: Path to rename it to.
-        latest: Write the name into `latest`.
+        latest: Whether to write the name into `latest`.
     """
     if final.exists():
         remove_replaced(final)

@@ -106,7 +106,7 @@ def write_groups(
 
     Args:
         contents: The states to save.
-        skip_frozen: Omit parameters that are not trained.
+        skip_frozen: Whether to omit parameters that are not trained.
         elsewhere: Names of parameters that an earlier stage writes.
 
     Returns:

@@ -55,7 +55,7 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
     Args:
         runtime: Runtime of the wrapped model, which holds its parameter shards.
         path: A safetensors file, or a folder in the layout of Hugging Face.
-        strict: Require the same names in the model and the files.
+        strict: Whether to require the same names in the model and the files.
 
     Raises:
         CheckpointError: The files are damaged, or names (if `strict`) or shapes differ. It is
@@ -100,7 +100,8 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     Args:
         model: Model whose parameters and buffers are replaced.
         path: A safetensors file, or a folder in the layout of Hugging Face.
-        strict: Require the same names in the model and the files. Shapes must always match.
+        strict: Whether to require the same names in the model and the files. Shapes must always
+            match.
 
     Raises:
         CheckpointError: The files do not fit the model or are damaged.
@@ -163,7 +164,7 @@ def match_names(
         model: Model of this rank.
         parameters: Whole shapes of its parameters, by first name.
         path: The path in error messages.
-        strict: Require the same names in the model and the files.
+        strict: Whether to require the same names in the model and the files.
 
     Returns:
         The name in the files by the name in the model. Tensors that the files do not contain are

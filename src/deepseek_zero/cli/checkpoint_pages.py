@@ -57,7 +57,7 @@ def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
     Args:
         where: A directory of checkpoints, or a checkpoint.
         tag: The checkpoint in the directory; None means all of them.
-        as_json: Print JSON instead of tables.
+        as_json: Whether to print JSON instead of tables.
     """
     if tag is None and not catalogue.is_single_checkpoint(where):
         _inspect_directory(where, as_json=as_json)
@@ -272,7 +272,7 @@ def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
     Args:
         where: A directory of checkpoints, or a checkpoint.
         tag: The checkpoint in the directory; None means all of them.
-        as_json: Print JSON instead of text.
+        as_json: Whether to print JSON instead of text.
 
     Returns:
         Whether all of them are undamaged.
@@ -359,7 +359,7 @@ def convert(
         out: The output, which must not exist.
         form: The format: "safetensors", "pth", or one that another package contributes.
         dtype: The dtype of the weights; None keeps that of the checkpoint.
-        as_json: Print JSON instead of text.
+        as_json: Whether to print JSON instead of text.
     """
     if out.exists():
         raise UsageError(
@@ -398,8 +398,8 @@ def prune(
         where: A directory of checkpoints.
         last: Number of newest checkpoints to keep; None keeps all.
         every: Also keep multiples of this number of steps.
-        dry_run: Only print what would be removed.
-        as_json: Print JSON instead of text.
+        dry_run: Whether to only print what would be removed.
+        as_json: Whether to print JSON instead of text.
     """
     if not where.is_dir():
         raise UsageError(

@@ -82,7 +82,7 @@ class Lifeline:
         """Return a lifeline over the streams whose end means that the launcher is gone.
 
         Args:
-            needs_input: --end-with-input is set: watch only standard input.
+            needs_input: Whether only standard input is watched (--end-with-input).
 
         Raises:
             UsageError: `needs_input` is set and standard input is neither a pipe nor a socket.

@@ -204,7 +204,7 @@ class Comm:
         Args:
             groups: Disjoint groups of world ranks; every rank is in one.
             axis: The mesh axis of the groups, part of the names of their lanes.
-            is_new: Create separate lanes even if the group equals this one.
+            is_new: Whether to create separate lanes even if the group equals this one.
 
         Returns:
             A communicator whose ranks are numbered from 0 in the order of the group.
@@ -613,7 +613,7 @@ def ordered_sum(
         out: Output, one-dimensional.
         scratch: fp32 scratch for one tile, or for two tiles with `decode`.
         divisor: Divides the sum.
-        add: Add the result to `out` instead of overwriting it.
+        add: Whether to add the result to `out` instead of overwriting it.
         decode: Decodes a range of a piece into an fp32 tensor.
         threads: The largest number of threads (`Comm.threads`). It has no effect with `decode`.
     """

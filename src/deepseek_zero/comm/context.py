@@ -181,7 +181,7 @@ class WorldContext:
 
         Args:
             ranks: World ranks, including this one.
-            inter_node_only: Send only to ranks that have no shared memory with this one.
+            inter_node_only: Whether to send only to ranks that have no shared memory with this one.
 
         Returns:
             The transport. Creating it opens no new connections.

@@ -192,8 +192,8 @@ class FlightRecorder:
         ranks receive those of rank 0's host.
 
         Args:
-            reads_store: Also read rank 0's findings from the store, which may take a moment.
-                Otherwise the call does not block.
+            reads_store: Whether to also read rank 0's findings from the store, which may take a
+                moment. Otherwise the call does not block.
         """
         silences = self.log_silences()
         silent = [

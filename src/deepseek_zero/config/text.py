@@ -51,7 +51,7 @@ def read(source: Source, origin: str | None = None, lenient: bool = False) -> Do
     Args:
         source: A dict, a path, JSON text or base64.
         origin: The name in messages, in place of the default.
-        lenient: Accept Hjson if the text is not JSON.
+        lenient: Whether to accept Hjson if the text is not JSON.
 
     Returns:
         The keys as nested dicts, and the name of the source.
@@ -79,7 +79,7 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
     Args:
         text: JSON text, or Hjson if `lenient`.
         source: The name in messages.
-        lenient: Accept Hjson if the text is not JSON.
+        lenient: Whether to accept Hjson if the text is not JSON.
 
     Returns:
         The keys as nested dicts, and the name of the source.

@@ -54,8 +54,8 @@ class StepOrder:
         batch_size: The number of samples of one micro-batch.
         share: The index of this rank among the data-parallel ranks.
         shares: The number of data-parallel ranks.
-        drop_last: Drop the last incomplete step of an epoch.
-        shuffles: Permute the samples in each epoch.
+        drop_last: Whether to drop the last incomplete step of an epoch.
+        shuffles: Whether to permute the samples in each epoch.
         first: The first position of the epoch that is used, after a resume.
     """
 
@@ -148,12 +148,12 @@ class ShardedLoader:
         batch_size: The number of samples of one micro-batch.
         mesh: The device mesh; ranks along its data axes get different samples.
         collate_fn: Combines a list of samples to a batch; None for PyTorch's default.
-        drop_last: Drop the last incomplete step of an epoch instead of filling it.
+        drop_last: Whether to drop the last incomplete step of an epoch instead of filling it.
         sampler: An iterator that yields the indices of this rank; None to distribute samples by
             steps.
         take: A function that returns the part of a batch that this rank uses; None for all of it.
         step_samples: The samples of a step over all ranks; None for one micro-batch of each rank.
-        shuffles: Shuffle each epoch. Not used with a sampler.
+        shuffles: Whether to shuffle each epoch. Not used with a sampler.
     """
 
     def __init__(

@@ -233,7 +233,7 @@ class Engine(StandsForModule):
 
         Args:
             loss: A tensor of any shape.
-            scale_wrt_gas: Divide by the accumulation steps.
+            scale_wrt_gas: Whether to divide by the accumulation steps.
 
         Returns:
             The scaled loss, a new tensor of the same shape.
@@ -251,8 +251,8 @@ class Engine(StandsForModule):
 
         Args:
             loss: The loss of this rank's micro-batch.
-            retain_graph: Keep the graph for another backward.
-            scale_wrt_gas: Divide by the accumulation steps.
+            retain_graph: Whether to keep the graph for another backward.
+            scale_wrt_gas: Whether to divide by the accumulation steps.
 
         Returns:
             The loss, divided by the accumulation steps if `scale_wrt_gas`.

@@ -46,7 +46,7 @@ class Exports:
             dtype: "fp32", "bf16" or a torch.dtype. By default the dtype that the weights compute
                 in.
             max_shard_bytes: Largest size of one file in a folder, in bytes.
-            exclude_frozen: Omit parameters that no pipeline stage trains.
+            exclude_frozen: Whether to omit parameters that no pipeline stage trains.
 
         Returns:
             `path` as a `Path`; all files are complete.
@@ -72,7 +72,8 @@ class Exports:
 
         Args:
             path: A folder in the layout of Hugging Face, or one file.
-            strict: Raise an error if the names of parameters in the files and in the model differ.
+            strict: Whether to raise an error if the names of parameters in the files and in the
+                model differ.
 
         Note:
             Collective: every rank must call it.

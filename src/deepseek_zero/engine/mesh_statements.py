@@ -65,7 +65,7 @@ def statements_of(
         raw: The configuration as the user wrote it.
         given: `mesh=`, as in `mesh_of`.
         others: Requirements that follow from other arguments of the caller, such as `mpu`.
-        launched: Include the launcher's command line.
+        launched: Whether to include the launcher's command line.
 
     Returns:
         One statement per source that sets an axis, which `choose_mesh` merges.

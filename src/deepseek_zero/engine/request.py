@@ -31,11 +31,11 @@ class Request:
         mesh_statements: Requirements on the mesh that follow from other arguments.
         counts_model_ranks: `train_batch_size` may count ranks that receive the same batch.
         leaf_modules: The full names of modules that are not divided into units.
-        drops_idle_schedule: Drop a schedule without an optimizer with a warning, instead of
-            raising.
+        drops_idle_schedule: Whether to drop a schedule without an optimizer with a warning, instead
+            of raising.
         call: The name of the API function that was called, for error messages.
         sequence: The settings of sequence parallelism.
-        shuffles: Shuffle `training_data` in each epoch.
+        shuffles: Whether to shuffle `training_data` in each epoch.
         mpu: An object that has the sizes of the groups of ranks, as in Megatron-LM.
     """
 

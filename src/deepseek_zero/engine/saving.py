@@ -62,10 +62,10 @@ class Restore:
 
     Attributes:
         strict: Whether the names of parameters must match.
-        moments: Restore the states of the optimizer.
-        schedule: Restore the learning-rate schedule.
-        module_only: Restore only weights and buffers.
-        verify: Check all bytes before anything is changed.
+        moments: Whether to restore the states of the optimizer.
+        schedule: Whether to restore the learning-rate schedule.
+        module_only: Whether to restore only weights and buffers.
+        verify: Whether to check all bytes before anything is changed.
     """
 
     strict: bool = True

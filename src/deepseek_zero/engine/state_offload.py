@@ -61,8 +61,8 @@ class StateOffload:
         Args:
             kinds: The kinds of state to offload, for example "optim_states"
                 (`OffloadStateTypeEnum`).
-            pinned: Page-lock the host memory.
-            in_file: Write to a file, even if there is an accelerator.
+            pinned: Whether to page-lock the host memory.
+            in_file: Whether to write to a file, even if there is an accelerator.
             folder: The folder of the file; None for the system's folder for temporary files.
 
         Note:

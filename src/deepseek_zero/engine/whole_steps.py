@@ -76,8 +76,8 @@ def evaluate(
         engine: The engine, whose forward is run in evaluation mode.
         data_iter: Iterator over micro-batches.
         many: The number of micro-batches; None means the number of a training step.
-        keeps_outputs: Keep the outputs of all micro-batches and return them.
-        has_loss: Compute the mean loss; if false, None is returned for it.
+        keeps_outputs: Whether to keep the outputs of all micro-batches and return them.
+        has_loss: Whether to compute the mean loss; if false, None is returned for it.
 
     Returns:
         The mean loss if `has_loss`, and the outputs on the ranks that compute them.

@@ -52,8 +52,8 @@ class DelayedGradient(GradSum):
         """Exchange the gradients of the previous and of the current step.
 
         Args:
-            keep: Keep the gradient of the current step, so that the next step applies it. If false,
-                it is discarded.
+            keep: Whether to keep the gradient of the current step, so that the next step applies
+                it. If false, it is discarded.
         """
         other = self.gradient.sum
         comes = self.is_full

@@ -38,7 +38,7 @@ class ErrorFeedback(GradReduction):
             partial: This rank's partial gradient.
             target: The output, this rank's slice of the sum.
             what: The name of the unit, used in error messages.
-            add: Add the sum to the values of `target`, instead of overwriting them.
+            add: Whether to add the sum to the values of `target`, instead of overwriting them.
 
         Returns:
             A handle; neither buffer may be read or written before ``wait()`` returns.

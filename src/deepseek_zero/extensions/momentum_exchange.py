@@ -189,8 +189,8 @@ class MomentumExchange(GradReduction):
         """Replace the old momentum by the new one at the end of a step.
 
         Args:
-            keep: Keep the new momentum. False if the step was skipped: the new momentum is
-                discarded, and the error feedback is set to zero.
+            keep: Whether to keep the new momentum. False if the step was skipped: the new momentum
+                is discarded, and the error feedback is set to zero.
 
         Note:
             Every rank must call it with the same value of `keep`.

@@ -148,7 +148,7 @@ class MomentumSteps(UpdatePolicy):
         """Start or end the exchange, depending on `freeze_step`. Every rank must call it.
 
         Args:
-            is_forced: Start or end it in any case, because states have been loaded.
+            is_forced: Whether to start or end it in any case, because states have been loaded.
         """
         optimizer = self._optimizer
         runtime = optimizer.runtime

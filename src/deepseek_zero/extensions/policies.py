@@ -18,7 +18,7 @@ class PolicySettings:
     """The settings that decide which update policies an optimizer has.
 
     Attributes:
-        speculates: Update some units during backward, before the gradient norm is known.
+        speculates: Whether to update some units during backward, before the gradient norm is known.
         delay_after: The number of updates after which updates are delayed by a step; None means
             never.
         precision_window: The number of steps after which gradients are examined, to choose the

@@ -82,8 +82,8 @@ class SpeculativeUpdate(UpdatePolicy):
             delay: The policy of delayed updates, whose clipping factor is known before the step;
                 None without delayed updates.
             budget: The size of the undo log in bytes.
-            speculates: Assume that a step neither clips nor overflows. If false, only delayed
-                updates run during backward.
+            speculates: Whether to assume that a step neither clips nor overflows. If false, only
+                delayed updates run during backward.
         """
         self.budget = budget
         self.units: Mapping[int, Sequence[Tile]] = {}

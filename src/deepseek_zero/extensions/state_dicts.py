@@ -62,8 +62,8 @@ class StateDicts:
 
         Args:
             runtime: The runtime of the wrapped model.
-            gathers: Gather sharded parameters in `state_dict()`; the attribute can be changed
-                later.
+            gathers: Whether to gather sharded parameters in `state_dict()`; the attribute can be
+                changed later.
 
         Note:
             Collective if the model has pipeline stages.

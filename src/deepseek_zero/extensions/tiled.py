@@ -32,11 +32,11 @@ class TiledLinear(nn.Module):
     Args:
         in_features: Size of the last dimension of the input.
         out_features: Size of the last dimension of the output.
-        bias: Add a bias.
+        bias: Whether to add a bias.
         in_splits: Number of tiles along the input features.
         out_splits: Number of tiles along the output features.
         input_is_already_split: Whether the input is a sequence of `in_splits` tensors.
-        combine_out_splits: Return one tensor; if false, return the list of output tiles.
+        combine_out_splits: Whether to return one tensor; if false, return the list of output tiles.
         linear_cls: The class of a tile. It is called with ``(in_features, out_features, bias=...,
             **kwargs)``, and its forward returns one tensor.
         init_linear: A linear layer whose values are copied.

@@ -91,7 +91,7 @@ class InitShard(ModelBuilder):
 
         Args:
             param: The parameter that this object owns.
-            watch: Record the values for `is_changed`.
+            watch: Whether to record the values for `is_changed`.
 
         Note:
             Collective: every rank must call it.

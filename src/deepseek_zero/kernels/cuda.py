@@ -56,7 +56,7 @@ def compiled_for(
         layout: Dtypes and form in which the shard is stored.
         scalar_count: Number of scalars of the formula.
         capability: The compute capability, as 90 for 9.0.
-        to_ptx: Return PTX.
+        to_ptx: Whether to return PTX.
     """
     headers = {"variant.h": header(variant, layout, scalar_count)}
     return compiled(frame(), headers, capability, to_ptx=to_ptx)

@@ -43,9 +43,9 @@ def sum_loop(
         row_dtype: The dtype of the rows.
         out_dtype: The dtype of the sum.
         rows: The number of rows.
-        divides: Divide by the factor instead of multiplying.
-        adds: Add the old values of the sum.
-        rounds: Round to bf16 before the factor is applied.
+        divides: Whether to divide by the factor instead of multiplying.
+        adds: Whether to add the old values of the sum.
+        rounds: Whether to round to bf16 before the factor is applied.
     """
     stored = FORMATS[out_dtype]
     bf16 = FORMATS[torch.bfloat16]

@@ -112,7 +112,7 @@ def compiled(
         source: Text of the program.
         headers: The headers that it includes, by name.
         capability: The compute capability of the device, as 90 for 9.0.
-        to_ptx: Return PTX instead of machine code.
+        to_ptx: Whether to return PTX instead of machine code.
 
     Returns:
         The machine code, or PTX if `to_ptx`.

@@ -59,7 +59,7 @@ def add_rows(
         out: The sum, of the same length and any float dtype; it may be one of the rows.
         scratch: fp32; torch computes in tiles of its size.
         divisor: The divisor of the sum.
-        add: Add the result to the values of `out`.
+        add: Whether to add the result to the values of `out`.
         threads: The largest number of threads of a compiled loop.
     """
     is_uniform = len({row.dtype for row in rows}) == 1
@@ -80,7 +80,7 @@ def scale_and_store(total: Tensor, into: Tensor, divisor: float, *, add: bool) -
         total: Flat fp32 sum, which is overwritten.
         into: Output, of any float dtype; may be `total`.
         divisor: Number by which the sum is divided.
-        add: Add the result to the values of `into`.
+        add: Whether to add the result to the values of `into`.
     """
     if divisor != 1.0:
         total.mul_(1.0 / divisor) if is_power_of_two(divisor) else total.div_(divisor)

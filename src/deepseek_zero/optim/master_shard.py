@@ -190,7 +190,8 @@ class MasterShard:
             scratch: Provides the tensor that `param` holds between updates if it is not updated in
                 place.
             chance: Random bits for weights that are stored with stochastic rounding.
-            keep: First write the values of `param` to the main weight. False after an error.
+            keep: Whether to first write the values of `param` to the main weight. False after an
+                error.
         """
         if keep and self.master.in_place_view(self.start, self.stop) is None:
             random = self.chance(chance, "weight") if self.master.is_rounded else None

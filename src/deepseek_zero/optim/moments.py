@@ -119,8 +119,8 @@ class Moments:
 
         Args:
             shard: The shard to which the moments belong.
-            working: Decode into buffers that later updates overwrite. If false, decoded values are
-                in new memory.
+            working: Whether to decode into buffers that later updates overwrite. If false, decoded
+                values are in new memory.
         """
         shard.group.guard.before_write()
         if shard.param not in self._inner.state:
@@ -165,7 +165,7 @@ class Moments:
         Args:
             shard: The shard to which the moments belong.
             chance: The source of random bits for values that are stored in fewer bits.
-            keep: Encode the new values. False after an update that failed.
+            keep: Whether to encode the new values. False after an update that failed.
         """
         shard.group.guard.before_write()
         state = self._inner.state.get(shard.param, {})

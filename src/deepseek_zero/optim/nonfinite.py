@@ -35,7 +35,7 @@ class NonFiniteReport:
             runtime: The runtime of the wrapped model.
             scaler: The loss scaler, or None. A dynamic loss scale overflows regularly, so these
                 steps are then not examined.
-            watches: Look for the unit even if the loss scale is dynamic.
+            watches: Whether to look for the unit even if the loss scale is dynamic.
         """
         self.runtime = runtime
         # A dynamic loss scale overflows on purpose; the scaler logs these steps

@@ -31,8 +31,9 @@ class StepSettings:
         kernel_tile_numel: The elements per call if a kernel updates states in memory.
         granularity: For each parameter group, "element" (the default) or "tensor": where its state
             may be cut.
-        check_finite: Skip a step whose gradient is not finite, even without loss scaling.
-        keep_grads: Keep the gradients after the step.
+        check_finite: Whether to skip a step whose gradient is not finite, even without loss
+            scaling.
+        keep_grads: Whether to keep the gradients after the step.
         flow: How many tiles (lists of shards that are updated together) are fetched before their
             update, or are still being stored after it.
         can_defer: Whether a policy may run updates of offloaded weights after the step.

@@ -28,7 +28,7 @@ class LambSettings:
         betas: The decay rates of the moments.
         eps: Added to the root of the second moment.
         weight_decay: The coefficient of the decay, which is part of the update.
-        bias_correction: Correct the bias of the moments.
+        bias_correction: Whether to correct the bias of the moments.
         max_coeff: The upper bound of the trust ratio.
         min_coeff: The lower bound of the trust ratio.
 

@@ -38,7 +38,7 @@ class Lion(Optimizer):
         lr: The learning rate, which is the size of each element's step.
         betas: The interpolation factor of the update, and the decay rate of the momentum.
         weight_decay: The coefficient of the decoupled decay.
-        maximize: Maximize the objective.
+        maximize: Whether to maximize the objective.
 
     Raises:
         ConfigError: A value is out of range.

@@ -197,7 +197,7 @@ class LRRangeTestSettings:
         lr_range_test_min_lr: The first rate.
         lr_range_test_step_size: Iterations per interval.
         lr_range_test_step_rate: The increase per interval, relative to the first rate.
-        lr_range_test_staircase: Increase once per interval instead of continuously.
+        lr_range_test_staircase: Whether to increase once per interval instead of continuously.
         last_batch_iteration: The iteration to start after.
     """
 
@@ -221,7 +221,7 @@ class OneCycleSettings:
         cycle_first_stair_count: Stairs of the rising part; 0 for none.
         cycle_second_stair_count: Stairs of the falling part; None for those of the rising part.
         decay_step_size: Iterations per decay interval; 0 for no decay.
-        cycle_momentum: Cycle the momentum in the opposite direction.
+        cycle_momentum: Whether to cycle the momentum in the opposite direction.
         cycle_min_mom: The momentum at the peak of the cycle.
         cycle_max_mom: The momentum at both ends of the cycle.
         decay_mom_rate: The change of the momentum per decay interval.

@@ -59,7 +59,7 @@ class MuonSettings:
         adam_lr: The learning rate of AdamW's groups; None for `lr`.
         ns_method: "gram" or "standard".
         ns_steps: Number of Newton-Schulz iterations.
-        nesterov: Use Nesterov momentum.
+        nesterov: Whether to use Nesterov momentum.
         betas: The decay rates of AdamW's moments.
         eps: Added to the root of AdamW's second moment.
 

@@ -344,8 +344,9 @@ def row(
         group: The tensor-parallel ranks over which products are summed.
         transposed: Whether the weight is (in, out).
         what: The name of the layer, for messages.
-        shards_tokens: Return only this rank's tokens (reduce-scatter): (batch, tokens, in) becomes
-            (batch, tokens / ranks, out). Backward all-gathers them, so it is collective too.
+        shards_tokens: Whether to return only this rank's tokens (reduce-scatter): (batch, tokens,
+            in) becomes (batch, tokens / ranks, out). Backward all-gathers them, so it is collective
+            too.
 
     Returns:
         A tensor of shape (..., out), equal on every rank unless `shards_tokens`.

@@ -169,7 +169,8 @@ class SplitLoss:
         axis: The tensor-parallel axis of the output layer.
         part: How the output layer is split.
         whole: The model's own loss function, which is used in evaluation.
-        is_causal: Shift labels, so that each token's logits are compared with the next label.
+        is_causal: Whether to shift labels, so that each token's logits are compared with the next
+            label.
         read: The logits of the current forward.
     """
 

@@ -102,8 +102,9 @@ def own_tokens(
         ranks: The number of sequence-parallel ranks.
         attention: How attention accesses the tokens of other ranks, which determines the tokens of
             each rank.
-        shifts: Replace `labels` by `shift_labels`, which contain for each token the label of the
-            next one. Causal losses need this, because the next token may be on another rank.
+        shifts: Whether to replace `labels` by `shift_labels`, which contain for each token the
+            label of the next one. Causal losses need this, because the next token may be on another
+            rank.
 
     Returns:
         A new batch with tensors of shape (samples, tokens / ranks, ...).

@@ -152,7 +152,7 @@ class PipelineExecutor:
                 all ranks of the pipeline. None sends the shapes before each message.
             scale: The factor by which each loss is multiplied before its backward; None means 1 /
                 number of micro-batches.
-            keeps_outputs: Return the outputs of the last stage.
+            keeps_outputs: Whether to return the outputs of the last stage.
 
         Returns:
             The losses and the requested outputs of the last stage; None on other ranks.

@@ -141,7 +141,8 @@ class LayerStages(nn.Module):
             see `partition`.
         loss_fn: Called with (output, labels) in the last stage; None if the last layer returns the
             loss.
-        seed_layers: Set torch's random seed before each layer is built and before each layer runs.
+        seed_layers: Whether to set torch's random seed before each layer is built and before each
+            layer runs.
         seed_fn: Sets the seed; None uses `torch.manual_seed`.
         base_seed: The number from which the seed of each layer is computed.
         checkpoint_interval: Number of layers that are recomputed together in backward; 0 disables

@@ -129,8 +129,8 @@ class Pipeline:
         schedule: Name of the schedule of training steps.
         group: For "breadth_first": the number of micro-batches that a rank runs in one stage before
             its next stage. None means all micro-batches of a step.
-        is_dynamic: Send the shapes before each message. This is necessary if activations differ in
-            shape between micro-batches whose inputs have equal shapes.
+        is_dynamic: Whether to send the shapes before each message. This is necessary if activations
+            differ in shape between micro-batches whose inputs have equal shapes.
 
     Note:
         Collective: every rank of `world` must construct it.
@@ -238,7 +238,8 @@ class Pipeline:
             micro_batches: The micro-batches of the step, as for `train`.
             scale: The factor by which losses are multiplied before their backward: one number, or
                 one for each micro-batch.
-            trains: Run backwards, too. If False, only forwards run, and outputs are returned.
+            trains: Whether to run backwards, too. If False, only forwards run, and outputs are
+                returned.
 
         Returns:
             The losses or outputs of the last stage. They are None on other ranks.
@@ -259,8 +260,8 @@ class Pipeline:
 
         Args:
             micro_batches: The micro-batches, as for `train`.
-            keeps_outputs: Return the outputs on the last stage.
-            has_loss: Compute the loss from the outputs.
+            keeps_outputs: Whether to return the outputs on the last stage.
+            has_loss: Whether to compute the loss from the outputs.
 
         Returns:
             The mean loss as in `train`, or None if `has_loss` is False. The list of the model's

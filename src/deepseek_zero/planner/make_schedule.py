@@ -167,8 +167,8 @@ class _Work:
             computes: The forwards or backwards.
             resident: Units that are gathered when the pass begins.
             stays: Units that stay gathered when the pass ends.
-            reduces: Reduce gradients.
-            ends_step: Do what is done once a step.
+            reduces: Whether to reduce gradients.
+            ends_step: Whether to do what is done once a step.
         """
         turns = [(unit, list(mine)) for unit, mine in groupby(computes, lambda each: each.unit)]
         units = [unit for unit, _ in turns]

@@ -79,17 +79,17 @@ class PlanSettings:
             (stage3_max_reuse_distance).
         ahead_numel: The elements gathered before they are needed.
         bucket_numel: The elements of a reduction message.
-        overlap: Reduce while backward runs.
-        mean: Divide gradient sums by the number of data-parallel ranks.
+        overlap: Whether to reduce while backward runs.
+        mean: Whether to divide gradient sums by the number of data-parallel ranks.
         tunes: The names of the sizes that were not configured and may be adjusted during the run.
         weight_tier: The memory of sharded weights.
         state_tier: The memory of moments, gradient shards, and main weights with their own storage.
         unit_tiers: The memories of units for which they differ.
         device_bytes: The largest number of bytes of states and buffers on the training device.
         delayed_update: Whether each update runs one step late.
-        reduces_once: Accumulate the gradients of micro-batches locally, and reduce them once per
-            step, also at ZeRO stages 2 and 3. Pipelines need this, because their stages would
-            otherwise wait for each other.
+        reduces_once: Whether to accumulate the gradients of micro-batches locally, and reduce them
+            once per step, also at ZeRO stages 2 and 3. Pipelines need this, because their stages
+            would otherwise wait for each other.
         row_parts: The number of parts into which a micro-batch is cut by rows; their gradients are
             accumulated.
         layerwise_micro_batches: The number of micro-batches that each unit processes one after the
@@ -103,10 +103,10 @@ class PlanSettings:
         stage: The ZeRO stage, 0 to 3.
         policy: The dtypes of weights, gradients, sums and moments.
         accumulation: The number of micro-batches of a step.
-        prescale: Divide gradients before they are summed, not after it.
+        prescale: Whether to divide gradients before they are summed, not after it.
         predivide: The part of the divisor of the mean that is applied before the sum.
         transport: The name of the transport between ranks.
-        unused_is_error: Raise an error if a trainable parameter gets no gradient.
+        unused_is_error: Whether to raise an error if a trainable parameter gets no gradient.
         unit_names: The classes or names of the modules that are units; empty to search for them.
         leaf_classes: The classes of modules that are not divided into units.
         leaf_names: The full names of modules that are not divided into units.
@@ -161,7 +161,8 @@ class PlanSettings:
 
         Args:
             name: The name of the unit's module.
-            full_precision: Return the settings of the unit's parameters that always stay in fp32.
+            full_precision: Whether to return the settings of the unit's parameters that always stay
+                in fp32.
         """
         usual = UnitTiers(name, self.weight_tier, self.state_tier)
         tiers = next((unit for unit in self.unit_tiers if unit.unit == name), usual)

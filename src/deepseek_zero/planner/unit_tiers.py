@@ -36,8 +36,8 @@ class PlacementSettings:
         disk: The bytes of the disk for one rank; None for the free bytes.
         ratio: The fraction of the states that `offload_optimizer` moves.
         undo_bytes: The size in bytes of the log that undoes updates made in backward.
-        chooses_weights: Choose the memory of sharded weights.
-        chooses_states: Choose the memory of moments, gradients and main weights.
+        chooses_weights: Whether to choose the memory of sharded weights.
+        chooses_states: Whether to choose the memory of moments, gradients and main weights.
         path: The directory on the disk.
     """
 

@@ -203,7 +203,8 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
 
     Args:
         group: The plan of the parameter group.
-        inside: Count only the bytes inside a host, if gradients are summed within each host first.
+        inside: Whether to count only the bytes inside a host, if gradients are summed within each
+            host first.
     """
     plan = group.plan
     near = _near_slices(group)

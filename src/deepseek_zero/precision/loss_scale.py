@@ -37,10 +37,10 @@ class LossScaleSettings:
         initial_scale_power: The first dynamic scale is 2 to this power.
         loss_scale_window: Good steps after which the scale doubles.
         hysteresis: Overflows until the scale is halved.
-        consecutive_hysteresis: Refill the hysteresis after every good step.
+        consecutive_hysteresis: Whether to refill the hysteresis after every good step.
         min_loss_scale: The minimum of a dynamic scale.
-        gives_up: Raise an error on an overflow at the minimum. Otherwise the step is skipped like
-            any other step with an overflow.
+        gives_up: Whether to raise an error on an overflow at the minimum. Otherwise the step is
+            skipped like any other step with an overflow.
 
     Raises:
         ConfigError: The first dynamic scale is below the minimum.

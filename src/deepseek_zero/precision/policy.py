@@ -34,7 +34,7 @@ class Policy:
         reduce: The dtype in which gradients are sent. None: their own, without rounding.
         accumulate: The dtype of a gradient that accumulates micro-batches.
         autocast: The dtype of the torch.autocast context around forward. None: no autocast.
-        auto_cast: Cast floating-point inputs to `compute`.
+        auto_cast: Whether to cast floating-point inputs to `compute`.
         master: Storage of a bf16 weight's main weight: "fp32", "split" (only the remainder, see
             `split`), or "none" (`compact.py` rounds the weight stochastically).
         moments: Storage of moments: "fp32", "bf16" or "8bit".

@@ -196,7 +196,7 @@ def under_way_seconds(travels: Sequence[Travel]) -> float:
 
 
 def exposed_seconds(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> float:
-    """Return for how many seconds one was in progress while this rank only waited.
+    """Return for how many seconds a transfer was in progress while this rank only waited.
 
     Args:
         travels: Recorded collectives or transfers.

@@ -107,7 +107,7 @@ def flops_table(
         step: The step after which they were counted.
         recompute: Fraction of the forward that backward repeats.
         depth: Maximum depth of the printed modules; -1 for all.
-        detailed: Print each module.
+        detailed: Whether to print each module.
     """
     total = cost.rows[""]
     # backward: once for the gradient of the inputs, once for that of the weights

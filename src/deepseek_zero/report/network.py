@@ -28,7 +28,7 @@ class NetworkLink:
         sent_bytes: Bytes sent.
         uncoded_bytes: Bytes that would be sent without compression.
         step_seconds: Time of a step.
-        line: The measured or stated line; None if unknown.
+        line: The measured or configured bandwidth of the link; None if unknown.
     """
 
     name: str

@@ -267,7 +267,7 @@ class FlatBuffer:
             spec: The placement and dtype of the state.
             comm_ctx: The context whose communicator allocates the memory.
             what: The name of the state, used in error messages.
-            is_zeroed: Fill the buffer with zeros; otherwise it is uninitialized.
+            is_zeroed: Whether to fill the buffer with zeros; otherwise it is uninitialized.
         """
         memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
         if is_zeroed:

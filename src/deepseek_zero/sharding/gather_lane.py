@@ -129,9 +129,10 @@ class GatherLane:
 
         Args:
             unit: The unit whose weights are needed.
-            in_turn: Advance the schedule to the unit. False for a part of a large layer (tile) that
-                backward recomputes, because it occurs later in the schedule.
-            externals: Also unshard other units whose parameters the forward of this unit reads.
+            in_turn: Whether to advance the schedule to the unit. False for a part of a large layer
+                (tile) that backward recomputes, because it occurs later in the schedule.
+            externals: Whether to also unshard other units whose parameters the forward of this unit
+                reads.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

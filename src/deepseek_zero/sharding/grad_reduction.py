@@ -42,7 +42,7 @@ class GradReduction:
             partial: This rank's gradient of all elements of the group.
             target: The output, this rank's slice of the sum.
             what: The name of the unit, used in error messages.
-            add: Add the sum to the values of `target`.
+            add: Whether to add the sum to the values of `target`.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.

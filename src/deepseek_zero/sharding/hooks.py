@@ -45,7 +45,8 @@ def weak_hook(
         owner: The object whose method is called; it is referenced weakly.
         function: The function to call; a method of the owner's class.
         first: The first arguments after the owner.
-        raises_if_gone: Raise `UsageError` if the owner no longer exists; otherwise do nothing.
+        raises_if_gone: Whether to raise `UsageError` if the owner no longer exists; otherwise do
+            nothing.
     """
     return Hook(_call, weakref.ref(owner), function, first, raises_if_gone)
 

@@ -292,7 +292,7 @@ class LossFactor:
 
         Args:
             loss: The loss, a scalar.
-            by_accumulation: Also divide the loss by the accumulation steps.
+            by_accumulation: Whether to also divide the loss by the accumulation steps.
 
         Raises:
             UsageError: The loss was already scaled. A strict engine also raises if it is not a

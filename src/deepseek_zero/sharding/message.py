@@ -152,7 +152,7 @@ class Message:
             received: The message of each rank, in rank order.
             into: The output, this rank's slice of the sum.
             divisor: The number that the sum is divided by.
-            add: Add the sum to the values of `into`.
+            add: Whether to add the sum to the values of `into`.
         """
         scratch = self.pool.take_scratch()
         threads = self.pool.comm.threads

@@ -32,8 +32,8 @@ class ModelRules:
     """The behavior of one wrapped model that an API chooses and the plan does not contain.
 
     Attributes:
-        allows_unmanaged_params: Ignore parameters that are added after wrapping, with a warning;
-            otherwise they are an error.
+        allows_unmanaged_params: Whether to ignore parameters that are added after wrapping, with a
+            warning; otherwise they are an error.
         requires_scaled_loss: Whether a loss of the engine's own forward must be scaled before its
             backward.
         gathers_state_dict: `state_dict()` of the model gathers sharded parameters, which is a
@@ -69,7 +69,7 @@ class Structure:
         Args:
             model: The wrapped model whose modules are recorded.
             groups: The parameter groups that hold the model's parameters.
-            ignores_new_params: Ignore parameters that are added later, with a warning.
+            ignores_new_params: Whether to ignore parameters that are added later, with a warning.
         """
         self.model = model
         self.groups = list(groups)

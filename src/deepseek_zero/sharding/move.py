@@ -37,7 +37,7 @@ def move(
             Slices are sent exactly unless `target.coded_as` is set.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         what: The name of the unit, used in error messages.
-        add: Add sums to the values of `target`.
+        add: Whether to add sums to the values of `target`.
 
     Returns:
         A handle; neither buffer may be read or written before ``wait()`` returns. ``wait()`` raises
@@ -184,7 +184,7 @@ class _ReduceScatter:
             storage: The storage of `own`.
             comm_ctx: The communicator of the shard group, with buffer pool and settings.
             what: The name of the unit, used in error messages.
-            add: Add the sum to the values of `own`.
+            add: Whether to add the sum to the values of `own`.
         """
         self.source = source
         self.own = own

@@ -218,7 +218,7 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
     Args:
         group: The parameter group to change.
         what: The name of the unit, used in error messages.
-        to_fp32: Use fp32; False for the dtypes of the original plan.
+        to_fp32: Whether to use fp32; False for the dtypes of the original plan.
 
     Note:
         Collective: every rank of the shard group must call it.

@@ -152,7 +152,7 @@ class Runtime:
 
         Args:
             unit: The unit, the same on every rank.
-            to_fp32: Use fp32; False for the original dtype.
+            to_fp32: Whether to use fp32; False for the original dtype.
 
         Note:
             Collective: every rank must call it.
@@ -213,7 +213,7 @@ class Runtime:
         """Discard the gradients after a step and, once, agree on the order of units.
 
         Args:
-            drop: Discard the gradients; False to keep them.
+            drop: Whether to discard the gradients; False to keep them.
 
         Note:
             Collective: every rank must call it.

@@ -44,7 +44,7 @@ class HostMemory(TierMemory):
     """The host tier of one rank.
 
     Args:
-        pinned: Page-lock memory that the training device copies.
+        pinned: Whether to page-lock memory that the training device copies.
         pieces: Memory that the plan reserves. Other reservations get separate memory.
     """
 

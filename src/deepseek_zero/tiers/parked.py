@@ -28,8 +28,8 @@ class ParkedStorages:
 
     Args:
         folder: Directory of the file for storages that are not kept in host memory.
-        pinned: Page-lock the host memory, so that GPU copies are faster.
-        in_file: Write all storages to the file, including those of an accelerator.
+        pinned: Whether to page-lock the host memory, so that GPU copies are faster.
+        in_file: Whether to write all storages to the file, including those of an accelerator.
     """
 
     def __init__(self, folder: Path, *, pinned: bool = False, in_file: bool = False) -> None:

@@ -339,7 +339,7 @@ class Storage:
             numel: Elements of the largest sum, so that all sums can use one buffer.
             pool: The pool of buffers on the training device.
             copy_engine: Copies between the device and this memory.
-            add: Add the sum to the current values.
+            add: Whether to add the sum to the current values.
         """
         kept = self.memory[low:high]
         if self.on_device or kept.device == pool.device:

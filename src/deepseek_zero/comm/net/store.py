@@ -185,7 +185,8 @@ def reach_store(
         address: The address of the store's listener.
         secret: Secret that all processes of the job hold, 32 bytes.
         rank: The number by which this process identifies itself to the store.
-        watches: Detect that the store's host is lost; set it if the store is on another host.
+        watches: Whether to detect that the store's host is lost; set it if the store is on another
+            host.
 
     Returns:
         The connected store.

@@ -248,8 +248,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Print the number, sizes, times and bandwidths of the logged calls on rank 0.
 
     Args:
-        show_straggler: Include the time that slow ranks cause.
-        return_dict: Return the summary as a dictionary.
+        show_straggler: Whether to include the time that slow ranks cause.
+        return_dict: Whether to return the summary as a dictionary.
 
     Returns:
         The summary if `return_dict` is true, else None.

@@ -222,8 +222,8 @@ class CommsLogger:
 
         Args:
             print_log: Whether to print.
-            show_straggler: Include how long this rank was waiting for slower ranks. The call is
-                then collective, and all ranks must have logged the same calls.
+            show_straggler: Whether to include how long this rank was waiting for slower ranks. The
+                call is then collective, and all ranks must have logged the same calls.
             return_dict: Whether to return the summary.
 
         Returns:

@@ -62,7 +62,7 @@ def compute_elastic_config(
         ds_config: Configuration with a section `elasticity`.
         target_deepspeed_version: Ignored.
         world_size: Number of ranks to check; 0 for none.
-        return_microbatch: Return the micro-batch even if `world_size` is 0.
+        return_microbatch: Whether to return the micro-batch even if `world_size` is 0.
 
     Returns:
         The batch size and the possible numbers of ranks. With a world size or `return_microbatch`,

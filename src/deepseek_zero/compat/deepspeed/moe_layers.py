@@ -100,7 +100,7 @@ def _gated(
         weights: Weights, in the same form.
         kept: Whether a route is kept, in the same form.
         counts: Number of tokens that chose each expert, shape ``(experts,)``.
-        sparse_routes: Return the routes in sparse form.
+        sparse_routes: Whether to return the routes in sparse form.
 
     Returns:
         In sparse form: the loss, the capacity, the number of experts, and experts, slots and
@@ -174,11 +174,12 @@ def top1gating(
         min_capacity: Smallest number of tokens for which an expert has slots.
         used_token: Shape ``(tokens,)``; 0 for tokens that are not routed.
         noisy_gate_policy: "RSample" to sample the expert from the softmax.
-        drop_tokens: Limit the capacity. Otherwise it is that of the fullest expert on any rank of
-            `ep_group`.
-        use_rts: Choose at random which tokens to drop. Otherwise the last ones are dropped.
+        drop_tokens: Whether to limit the capacity. Otherwise it is that of the fullest expert on
+            any rank of `ep_group`.
+        use_rts: Whether to choose at random which tokens to drop. Otherwise the last ones are
+            dropped.
         ep_group: Process group for `drop_tokens=False`.
-        sparse_routes: Return the routes in sparse form.
+        sparse_routes: Whether to return the routes in sparse form.
 
     Returns:
         In dense form: the load-balancing loss, weights of shape ``(tokens, experts, slots)``, the
@@ -230,11 +231,11 @@ def top2gating(
         logits: Shape ``(tokens, experts)``.
         capacity_factor: Capacity relative to an even distribution.
         min_capacity: Smallest number of tokens for which an expert has slots.
-        drop_tokens: Limit the capacity. Otherwise it is that of the fullest expert on any rank of
-            `ep_group`.
+        drop_tokens: Whether to limit the capacity. Otherwise it is that of the fullest expert on
+            any rank of `ep_group`.
         ep_group: Process group over which the fullest expert is found if `drop_tokens` is false.
-        top2_2nd_expert_sampling: Sample the second expert from the softmax.
-        sparse_routes: Return the routes in sparse form.
+        top2_2nd_expert_sampling: Whether to sample the second expert from the softmax.
+        sparse_routes: Whether to return the routes in sparse form.
 
     Returns:
         In dense form: the load-balancing loss, weights of shape ``(tokens, experts, slots)``, the
@@ -283,12 +284,12 @@ def topkgating(
         k: Number of experts per token.
         capacity_factor: Capacity relative to an even distribution.
         min_capacity: Smallest number of tokens for which an expert has slots.
-        drop_tokens: Limit the capacity. Otherwise it is that of the fullest expert on any rank of
-            `ep_group`.
+        drop_tokens: Whether to limit the capacity. Otherwise it is that of the fullest expert on
+            any rank of `ep_group`.
         ep_group: Process group over which the fullest expert is found if `drop_tokens` is false.
         drop_policy: Which tokens an expert keeps: "probs" for those with the largest gates,
             "position" for the first.
-        sparse_routes: Return the routes in sparse form.
+        sparse_routes: Whether to return the routes in sparse form.
 
     Returns:
         In dense form: the load-balancing loss, weights of shape ``(tokens, experts, slots)``, the
@@ -396,9 +397,10 @@ class TopKGate(nn.Module):
         min_capacity: Smallest number of tokens for which an expert has slots.
         noisy_gate_policy: "Jitter", "RSample" or None.
         drop_tokens: Whether tokens beyond the capacity of an expert are dropped.
-        use_rts: Choose at random which tokens to drop. Otherwise the last ones are dropped.
+        use_rts: Whether to choose at random which tokens to drop. Otherwise the last ones are
+            dropped.
         ep_group: Process group over which the fullest expert is found if `drop_tokens` is false.
-        top2_2nd_expert_sampling: For k = 2, sample the second expert from the softmax.
+        top2_2nd_expert_sampling: Whether to for k = 2, sample the second expert from the softmax.
     """
 
     def __init__(
@@ -435,7 +437,7 @@ class TopKGate(nn.Module):
         Args:
             input: Tokens, shape ``(tokens, model_dim)``.
             used_token: Shape ``(tokens,)``; 0 for tokens that are not routed. Only for k = 1.
-            sparse_routes: Return the routes in sparse form.
+            sparse_routes: Whether to return the routes in sparse form.
 
         Returns:
             The result of `top1gating`, `top2gating` or `topkgating`.
@@ -596,13 +598,15 @@ class MoE(nn.Module):
         capacity_factor: Capacity in training, relative to an even distribution.
         eval_capacity_factor: The same in evaluation.
         min_capacity: Smallest number of tokens for which an expert has slots.
-        use_residual: Add the output of a shared module, with learned coefficients for both.
+        use_residual: Whether to add the output of a shared module, with learned coefficients for
+            both.
         noisy_gate_policy: "Jitter", "RSample" or None.
         drop_tokens: Whether tokens beyond the capacity of an expert are dropped.
-        use_rts: Choose at random which tokens to drop. Otherwise the last ones are dropped.
+        use_rts: Whether to choose at random which tokens to drop. Otherwise the last ones are
+            dropped.
         use_tutel: Ignored.
         enable_expert_tensor_parallelism: Ignored.
-        top2_2nd_expert_sampling: For k = 2, sample the second expert from the softmax.
+        top2_2nd_expert_sampling: Whether to for k = 2, sample the second expert from the softmax.
 
     Raises:
         ConfigError: `num_experts` is not a multiple of `ep_size`, or `noisy_gate_policy` is

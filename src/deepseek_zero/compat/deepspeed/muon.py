@@ -85,7 +85,7 @@ def muon_update(
         momentum: Momentum buffer in the shape of `grad`.
         beta: Decay of the momentum.
         ns_steps: Number of Newton-Schulz iterations.
-        nesterov: Use Nesterov momentum.
+        nesterov: Whether to use Nesterov momentum.
         ns_method: "standard" or "gram".
         is_expert_group: Ignored; a tensor with three dimensions is always a batch of matrices.
         num_heads: Number of heads in the rows, which are orthogonalized separately.

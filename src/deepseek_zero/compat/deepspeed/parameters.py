@@ -164,7 +164,7 @@ def _all_gather(
     Args:
         param: Parameter whose attribute was called.
         param_list: One or more parameters; None for `param`.
-        async_op: Return a handle.
+        async_op: Whether to return a handle.
         **words: Ignored.
 
     Note:
@@ -199,8 +199,8 @@ def _partition(
         param: Parameter whose attribute was called.
         param_list: One or more parameters; None for `param`.
         hierarchy: Ignored.
-        has_been_updated: Keep the current values of rank 0. Otherwise the values from before the
-            gather are restored.
+        has_been_updated: Whether to keep the current values of rank 0. Otherwise the values from
+            before the gather are restored.
         **words: Ignored.
 
     Note:

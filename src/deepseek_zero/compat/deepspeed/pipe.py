@@ -71,7 +71,8 @@ class PipelineModule(LayerStages):
             consecutive.
         topology: Axes of the mesh over all ranks, instead of `num_stages`.
         loss_fn: Function of the last layer's output and the labels.
-        seed_layers: Seed the random generator before each layer is built and before it runs.
+        seed_layers: Whether to seed the random generator before each layer is built and before it
+            runs.
         seed_fn: Function that sets the seed; None uses `torch.manual_seed`.
         base_seed: Number from which the seed of each layer is computed.
         partition_method: How layers are divided into stages: equal numbers of trained elements

@@ -74,7 +74,7 @@ class PipelineEngine(DeepSpeedEngine):
 
         Args:
             data_iter: Iterator over (inputs, labels), one pair per micro-batch.
-            return_logits: Also return the outputs of the last stage.
+            return_logits: Whether to also return the outputs of the last stage.
             compute_loss: Whether to compute the loss from the outputs of the last stage.
             reduce_output: Ignored; every rank gets the mean.
             bcast_loss: Ignored; every rank gets the loss.

@@ -132,7 +132,7 @@ class PipeSchedule(ABC):
 
 
 class InferenceSchedule(PipeSchedule):
-    """Forward passes only: stage s computes micro-batch t - s in tick t."""
+    """A schedule with forward passes only: stage s computes micro-batch t - s in tick t."""
 
     def steps(self) -> Iterator[Tick]:
         for tick in range(self.micro_batches + self.stages - 1):
@@ -196,7 +196,7 @@ class TrainSchedule(PipeSchedule):
 
 
 class DataParallelSchedule(PipeSchedule):
-    """Accumulate gradients over micro-batches, without pipeline stages."""
+    """A schedule that accumulates gradients over micro-batches, without pipeline stages."""
 
     def steps(self) -> Iterator[Tick]:
         for micro in range(self.micro_batches):

@@ -177,7 +177,7 @@ def _prime_factors(N: int) -> list[int]:
 
 
 class PipelineParallelGrid:
-    """Return this rank's coordinates in a topology, and its process groups; usable as `mpu`.
+    """This rank's coordinates in a topology and its process groups, usable as `mpu`.
 
     "Model parallel" means pipe and tensor parallel together, "slice parallel" means tensor parallel
     only. A process group is created on first use, which is collective over all ranks.

@@ -123,7 +123,7 @@ class FlopsProfiler:
             profile_step: Number of the step to print.
             module_depth: Deepest level of modules; -1 for all.
             top_modules: Ignored; all modules are listed in the model's order.
-            detailed: Print every module in addition to the totals.
+            detailed: Whether to print every module in addition to the totals.
             output_file: Path to write to; None for standard output.
 
         Raises:
@@ -174,12 +174,12 @@ def get_model_profile(
         input_shape: Shape of an input of zeros, in the model's dtype.
         args: Positional arguments of the call, if there is no `input_shape`.
         kwargs: Keyword arguments of the call.
-        print_profile: Print the profile.
-        detailed: Print every module in addition to the totals.
+        print_profile: Whether to print the profile.
+        detailed: Whether to print every module in addition to the totals.
         module_depth: Deepest level of modules to print; -1 for all.
         top_modules: Ignored.
         warm_up: Number of calls before the profiled one.
-        as_string: Return formatted values.
+        as_string: Whether to return formatted values.
         output_file: Path to write the profile to; None for standard output.
         ignore_modules: Ignored.
         mode: "forward", or "generate" to call `model.generate`.
@@ -299,7 +299,7 @@ class Timer:
         """Stop the timer.
 
         Args:
-            reset: Discard the time of earlier intervals.
+            reset: Whether to discard the time of earlier intervals.
             record: Ignored.
         """
         elapsed = self._watch.stop()
@@ -365,7 +365,7 @@ class SynchronizedWallClockTimer:
             names: Names of the timers to log.
             normalizer: Number by which the times are divided, for example the number of steps.
             reset: Whether to set the timers to zero afterwards.
-            memory_breakdown: Also log the allocated memory.
+            memory_breakdown: Whether to also log the allocated memory.
             ranks: Ranks that log; None for rank 0.
         """
         spans = [
@@ -384,7 +384,7 @@ class SynchronizedWallClockTimer:
         Args:
             names: Names of the timers.
             normalizer: Divisor of the times.
-            reset: Reset the timers.
+            reset: Whether to reset the timers.
 
         Returns:
             The mean time in milliseconds of each timer, by name.
@@ -470,7 +470,7 @@ class ThroughputTimer:
 
         Args:
             global_step: Whether it ends a step.
-            report_speed: Log the throughput if it is due.
+            report_speed: Whether to log the throughput if it is due.
         """
         if not self.enabled or not self.started:
             return

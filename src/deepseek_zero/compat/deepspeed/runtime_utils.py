@@ -41,7 +41,7 @@ class noop_context(nullcontext[None]):
 def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
     """Return how many of these parameters the current backward pass reaches.
 
-    It queries autograd. Engines do not use it, because units count the gradients that they expect.
+    The function queries autograd. Engines do not use it, because units count their gradients.
 
     Raises:
         RuntimeError: It is called outside of a backward pass.
@@ -105,7 +105,7 @@ def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: flo
 
 
 def get_global_norm(norm_list: Iterable[Any]) -> float:
-    """Return the 2-norm of parts from their norms; infinity if one is invalid."""
+    """Return the 2-norm of a vector from the norms of its parts; infinity if one is invalid."""
     norms = [float(norm) for norm in norm_list]
     return math.inf if any(map(is_invalid_grad_norm, norms)) else math.hypot(*norms)
 
@@ -334,7 +334,7 @@ class CheckOverflow:
 
         Args:
             norm_group: Norms of the gradients on this rank. -1, infinity and NaN mean an overflow.
-            reduce_overflow: Check all ranks.
+            reduce_overflow: Whether to check all ranks.
 
         Returns:
             True if any norm is -1, infinite or NaN.
@@ -460,6 +460,6 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
 
 
 def empty_cache() -> None:
-    """Return GPU memory that torch has cached but does not use to the driver."""
+    """Release the GPU memory that torch has cached but does not use."""
     if default_device().type == "cuda":
         torch.cuda.empty_cache()

@@ -73,8 +73,8 @@ class UlyssesSPAttentionHF:
             sequence_parallel_size: Number of ranks over which a sequence is split.
             micro_batch_size: Ignored; batches may have any size.
             seq_length: Number of tokens; only checked.
-            seq_length_is_variable: Do not check the number of tokens.
-            disable_in_eval: Compute without sequence parallelism in evaluation.
+            seq_length_is_variable: Whether to do not check the number of tokens.
+            disable_in_eval: Whether to compute without sequence parallelism in evaluation.
             max_length: Used if `seq_length` is None.
 
         Returns:
@@ -143,8 +143,8 @@ class UlyssesSPDataLoaderAdapter:
         sp_group: The process group.
         sp_world_size: Size of the group.
         device: Device of the batches.
-        pad_to_sp_multiple: Pad batches to a multiple of the ranks. Otherwise such a batch raises
-            ValueError.
+        pad_to_sp_multiple: Whether to pad batches to a multiple of the ranks. Otherwise such a
+            batch raises ValueError.
         pad_token_id: Value of the padding of `input_ids`.
     """
 

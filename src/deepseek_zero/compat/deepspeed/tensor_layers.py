@@ -381,7 +381,7 @@ class TensorParallel_Layer(nn.Module, metaclass=ABCMeta):
 
     @torch.no_grad()
     def gather_params(self, params_list: Params) -> None:
-        """All-gather parameters of the layer, until `_tp_partition`.
+        """All-gather parameters of the layer; `_tp_partition` restores the shards.
 
         Note:
             Collective: every rank of the group must call it.
@@ -431,7 +431,7 @@ class LinearLayer(TensorParallel_Layer):
         module: Layer to split, with a weight of shape ``(out, in)`` and a bias or None.
         mp_group: The process group; None for a layer that is not split.
         skip_partition: Whether the parameters are already this rank's shards.
-        gather_output: All-gather the outputs.
+        gather_output: Whether to all-gather the outputs.
         **others: Other arguments of `TensorParallel_Layer`.
     """
 
@@ -478,7 +478,7 @@ class LinearLayer(TensorParallel_Layer):
             dtype: Dtype of random weights.
             weight: This rank's shard of the weight.
             bias: This rank's shard of the bias.
-            gather_output: All-gather the outputs.
+            gather_output: Whether to all-gather the outputs.
 
         Returns:
             The layer, which takes the tensors as this rank's shards.
@@ -733,8 +733,8 @@ class GatherReplacedLayerParams:
     """Gather parameters of split layers inside a `with` block.
 
     Args:
-        params: One parameter, or parameters of one layer. Others than those of split layers are
-            ignored.
+        params: One parameter, or parameters of one layer. Parameters of layers that are not
+            split are ignored.
         module: Stored as an attribute.
         enabled: If False, the block does nothing.
 

@@ -1,6 +1,6 @@
 """DeepSpeed's `zero_to_fp32`: extract whole fp32 weights from a checkpoint folder.
 
-The folder may be in our layout or DeepSpeed's. The functions run in one process without a process
+The folder may be in this library's layout or DeepSpeed's. The functions run in one process without a process
 group or GPU. `deepseek_zero.utils.zero_to_fp32` re-exports them.
 """
 
@@ -46,9 +46,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Args:
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
         tag: Name of the checkpoint in the directory; None for the latest.
-        exclude_frozen_parameters: Leave out parameters that were not trained.
-        lazy_mode: Return values with `.shape`, `.dtype` and `.contiguous()`, which reads the
-            tensor.
+        exclude_frozen_parameters: Whether to leave out parameters that were not trained.
+        lazy_mode: Whether to return values with `.shape`, `.dtype` and `.contiguous()`, which reads
+            the tensor.
 
     Returns:
         Full fp32 tensors by name, or objects that read them if `lazy_mode` is true.
@@ -97,9 +97,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         output_dir: Folder to write.
         max_shard_size: Largest size of a file, in bytes or as a text such as "5GB"; None for one
             file.
-        safe_serialization: Write safetensors.
+        safe_serialization: Whether to write safetensors.
         tag: Name of the checkpoint in the directory; None for the latest.
-        exclude_frozen_parameters: Leave out parameters that were not trained.
+        exclude_frozen_parameters: Whether to leave out parameters that were not trained.
     """
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
@@ -129,9 +129,9 @@ def convert_zero_checkpoint_to_state_dict(
         dtype: Dtype of the weights.
         max_shard_size: Largest size of a file, in bytes or as a text such as "5GB"; None for one
             file.
-        safe_serialization: Write safetensors.
+        safe_serialization: Whether to write safetensors.
         tag: Name of the checkpoint in the directory; None for the latest.
-        exclude_frozen_parameters: Leave out parameters that were not trained.
+        exclude_frozen_parameters: Whether to leave out parameters that were not trained.
     """
     most = _bytes_of(max_shard_size)
     source = Path(checkpoint_dir)
@@ -150,7 +150,7 @@ def convert_zero_checkpoint_to_state_dict(
 def get_model_state_file(checkpoint_dir: AnyPath, zero_stage: int) -> str:
     """Return the path of rank 0's model file.
 
-    For a checkpoint in our layout, it is a temporary file without tensors.
+    For a checkpoint in the layout of this library, it is a temporary file without tensors.
 
     Args:
         checkpoint_dir: Folder of the checkpoint.
@@ -172,7 +172,7 @@ def get_model_state_file(checkpoint_dir: AnyPath, zero_stage: int) -> str:
 def get_optim_files(checkpoint_dir: AnyPath) -> list[str]:
     """Return the paths of all ranks' optimizer files in the order of ranks.
 
-    For a checkpoint in our layout, it is one temporary file that contains the stage.
+    For a checkpoint in the layout of this library, the list has one temporary file.
 
     Raises:
         FileNotFoundError: There are no such files.

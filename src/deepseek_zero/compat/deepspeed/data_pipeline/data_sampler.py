@@ -68,7 +68,7 @@ class DeepSpeedDataSampler:
         data_parallel_group: Ignored; every rank draws all samples.
         gradient_accumulation_steps: Micro-batches per step.
         global_rank: Ignored.
-        drop_last: Leave out a micro-batch that the clusters cannot fill.
+        drop_last: Whether to leave out a micro-batch that the clusters cannot fill.
 
     Raises:
         UsageError: The configuration has no curriculum, or the dataset is empty.
