@@ -1,7 +1,7 @@
 """DeepSpeed's `zero_to_fp32`: extract whole fp32 weights from a checkpoint folder.
 
-The folder may be in this library's layout or DeepSpeed's. The functions run in one process without a process
-group or GPU. `deepseek_zero.utils.zero_to_fp32` re-exports them.
+The folder may be in this library's layout or DeepSpeed's. The functions run in one process without
+a process group or GPU. `deepseek_zero.utils.zero_to_fp32` re-exports them.
 """
 
 from __future__ import annotations
