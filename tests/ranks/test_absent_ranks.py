@@ -1,4 +1,4 @@
-"""A rank that waits in a call of torch's own, while another one waits for it in ours, is named."""
+"""A rank that hangs in a torch.distributed call is named in the warning of the waiting rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reading and changing a wrapped model from outside: state dicts, GatheredParameters, parameters at
-rest, copies.
-"""
+"""Access to a wrapped model: state dicts, GatheredParameters, sharded parameters and copies."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied, frozen, 0-dim, empty and odd parameters, and buffers."""
+    """A model with tied, frozen, 0-dim, empty and odd-sized parameters, and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +213,7 @@ def test_load_state_dict_reports_missing_unexpected_and_misshapen_entries(settin
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_under_bf16_loaded_values_reach_the_masters(stage: int) -> None:
-    """Without it the next step would bring the old values back."""
+    """Otherwise the next step would restore the old values from the main weights."""
     model = seeded(Model)
     engine = engine_for(
         model,
@@ -232,7 +230,7 @@ def test_under_bf16_loaded_values_reach_the_masters(stage: int) -> None:
         ), name
 
 
-# -- whose values count
+# -- which rank's values count
 # ------------------------------------------------------------------------------------------------
 
 
@@ -297,10 +295,10 @@ def test_models_that_differ_between_ranks_are_an_error_on_every_rank(
         change(model)
     with pytest.raises(ZeroError, match=r"(?s)rank 0 has.*rank 1.*(blocks|head)"):
         engine_for(model, setting)
-    assert all(torch.isfinite(param).all() for param in model.parameters())  # nothing was touched
+    assert all(torch.isfinite(param).all() for param in model.parameters())  # nothing changed
 
 
-# -- parameters at rest
+# -- sharded parameters
 # ------------------------------------------------------------------------------------------------
 
 
@@ -424,7 +422,7 @@ def test_casting_or_moving_a_wrapped_model_raises_an_error_or_changes_nothing(
     _engine = engine_for(model, setting)
     assert model.to("cpu") is model and model.float() is model and model.cpu() is model
     assert_same_state(model, seeded(Model))
-    # At once where weights are sharded, else at the next step
+    # Raises at once if weights are sharded, otherwise at the next step
     with pytest.raises(ZeroError, match=r"float64|'double'"):
         model.double()
         train(_engine, here(), 0, _engine.backward)
@@ -435,7 +433,7 @@ def test_casting_or_moving_a_wrapped_model_raises_an_error_or_changes_nothing(
 def test_a_parameter_added_after_wrapping_is_named_before_it_trains_unsynchronised(
     setting: Setting,
 ) -> None:
-    """PEFT and resize_token_embeddings belong before wrapping; afterwards they say so."""
+    """Adding PEFT adapters or resizing embeddings after wrapping raises an error."""
     model = seeded(Model)
     engine = engine_for(model, setting)
     model.blocks[0].adapter = nn.Linear(WIDTH, WIDTH)
@@ -643,7 +641,7 @@ def test_under_bf16_gathered_changes_reach_the_masters(stage: int) -> None:
 
 
 class External(nn.Module):
-    """A unit reads the weight of a later unit; another reads the root's."""
+    """One unit reads the weight of a later unit; another reads the root's weight."""
 
     class Reader(Block):
         def __init__(self, others: list[nn.Module]) -> None:
@@ -698,7 +696,7 @@ def test_announcing_an_unwrapped_parameter_raises_an_error_with_advice() -> None
         deepseek_zero.zero.unregister_external_parameter(model, model.embed.weight)
 
 
-# -- clipping and zeroing by torch's own functions
+# -- clipping and zeroing with torch's functions
 # ---------------------------------------------------------------------
 
 

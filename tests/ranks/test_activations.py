@@ -1,7 +1,6 @@
-"""Inputs of checkpoints parked on the host or a disk while units come and go: the bits of a run
-without.
+"""Offload of checkpointed activations to host or disk gives the bits of a run without it.
 
-The names say offload, so that whoever runs the tests of the tiers runs these too.
+The test names contain "offload" so that `-k offload` selects them with the other offload tests.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.training import a_disk_that_refuses, offload
 
-SAMPLES = 40  # activations of 16 KiB in fp32, 8 in bf16
+SAMPLES = 40  # an activation has 16 KiB in fp32 and 8 KiB in bf16
 BLOCKS = 3
 AXES = {
     "stage": (0, 1, 2, 3),
@@ -47,7 +46,7 @@ def straight(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class Net(Gpt):
-    """Blocks with dropout, each under `run`, and a storage reference to what goes into each."""
+    """Blocks with dropout, each called through `run`; keeps weak references to their inputs."""
 
     run: Callable[..., Any] = staticmethod(straight)
 
@@ -64,7 +63,7 @@ class Net(Gpt):
 
 
 def section(place: str, folder: str | None = None) -> dict[str, Any]:
-    """The configuration's words for a place."""
+    """Return the activation-checkpointing section that offloads to `place`."""
     words: dict[str, dict[str, Any]] = {
         "none": {},
         "cpu": {"cpu_checkpointing": True},
@@ -94,7 +93,7 @@ def engine_of(place: str, stage: int = 3, zero: dict[str, Any] | None = None, **
 
 
 def train(engine: Any, step: int, accumulation: int = 1, forwards: int = 1) -> list[Tensor]:
-    """One optimizer step; `forwards` of them come before their backwards."""
+    """Run one optimizer step, with `forwards` forwards before each backward."""
     torch.manual_seed(100 * step + dist.get_rank())
     losses = []
     for micro in range(accumulation):
@@ -116,7 +115,7 @@ def parking_of(engine: Any) -> ActivationOffload:
 
 
 def everything(engine: Any, *how: int) -> list[Tensor]:
-    """Losses of three steps and the weights after them."""
+    """Return the losses of three steps and the final weights."""
     found = [loss for step in range(3) for loss in train(engine, step, *how)]
     return found + [value.clone() for value in engine.state_dict().values()]
 
@@ -173,7 +172,7 @@ def test_the_slab_of_offloaded_inputs_is_as_large_as_predicted(place: str) -> No
     for step in range(3):
         train(engine, step)
     parking = parking_of(engine)
-    # One input is less than sixteen sectors, so it moves in sectors
+    # An input of less than 16 sectors is padded to whole sectors
     needed, sector = (SAMPLES * 7 * 15 * 4, 4096)
     predicted = BLOCKS * -(-needed // sector) * sector
     assert parking.reserved_bytes == parking.memory.reserved_bytes == predicted

@@ -1,5 +1,6 @@
-"""Precision "auto" promotes the unit whose gradient fp16 loses, alone, and takes it back when that
-is over.
+"""Precision "auto" promotes only units whose gradients underflow in fp16.
+
+A unit is demoted when its gradients fit into fp16 again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Fade(torch.autograd.Function):
-    """Its input; the gradient on its way back is multiplied by a factor."""
+    """Identity in forward; multiplies the gradient by a factor in backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
@@ -41,8 +42,9 @@ class Fade(torch.autograd.Function):
 
 
 class Part(nn.Module):
-    """fade: what gradients inside are scaled by; those of its weights alone show it, and Adam
-    undoes it.
+    """A block that scales its inner gradients by `fade`.
+
+    Only the gradients of its weights are scaled. Adam cancels the factor.
     """
 
     def __init__(self, *, is_curved: bool) -> None:
@@ -58,7 +60,7 @@ class Part(nn.Module):
 
 
 class Net(nn.Module):
-    """Only its first part can make it more than linear."""
+    """A network in which only the first part can be nonlinear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ def start(kind: str, stage: int, fade: float) -> Any:
 
 
 def train(engine: Any, steps: int) -> list[float]:
-    """Train on this rank's half of the samples; losses of the whole."""
+    """Train on this rank's half of the samples and return the global losses."""
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1))
     y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > x[:, 3]).long() * 2
     mine = slice(dist.get_rank(), None, dist.get_world_size())
@@ -129,7 +131,7 @@ def test_only_a_layer_whose_gradient_underflows_in_fp16_is_promoted(
             )
             assert engine.observer.record.promoted == 1
             engine.export(tmp_path / "whole")
-            engine.load_weights(tmp_path / "whole")  # says nothing of precision
+            engine.load_weights(tmp_path / "whole")  # changes no precision
             assert engine.optimizer.policy(AdaptivePrecision).promoted == ["parts.0"]
         engine.destroy()
     assert losses["auto"] == pytest.approx(losses["fp32"], rel=0.01)

@@ -1,5 +1,6 @@
-"""Tensor, pipeline and sequence parallelism, and sparse attention, between two hosts
-(tests/hosts.py): each trains as one process does.
+"""Tensor, pipeline and sequence parallelism, and sparse attention, between two hosts.
+
+Each trains as one process does. tests/hosts.py simulates the hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LR = 0.01
 
 
 def plain_losses(steps: int) -> list[float]:
-    """The mean losses of plain PyTorch on one process."""
+    """Return the mean losses of plain PyTorch in one process."""
     model = llama(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     found = []

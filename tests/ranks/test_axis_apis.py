@@ -1,4 +1,4 @@
-"""All places that state axes start the same ranks: configuration, arguments, launcher, APIs."""
+"""Axes set in the configuration, by arguments, by the launcher or by APIs start the same ranks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_each_place_starts_the_same_ranks(place: str, monkeypatch: pytest.Monkey
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_seed_0s_api_accepts_degrees(stage: int) -> None:
-    """As seed 000 writes them; dp_degree may be left out."""
+    """Degrees have the names of seed 000; `dp_degree` is optional."""
     losses = []
     for degrees in ({"dp_degree": 1, "pp_degree": 1, "mp_degree": 2}, {"mp_degree": 2}, {}):
         model = Mlp()
@@ -152,7 +152,7 @@ def test_different_batches_on_ranks_of_one_layer_raise_an_error() -> None:
     with pytest.raises(AssertionError, match="Data inconsistency within the TP group") as error:
         loss_of(engine, 1.0 + dist.get_rank())
     assert isinstance(error.value, BatchMismatchError) and "float32[4, 6]" in str(error.value)
-    trained(engine)  # the first batch alone is compared
+    trained(engine)  # only the first batch is compared
 
 
 @pytest.mark.ranks(2)
@@ -181,7 +181,6 @@ engine.destroy()
 
 @pytest.mark.slow  # `make slow`
 def test_the_launchers_short_form_starts_whole_copies(tmp_path: Path) -> None:
-    """In processes of their own, as a user starts them."""
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "deepseek_zero", "run", "--tp", "2", "train.py"]
     environment = os.environ | {

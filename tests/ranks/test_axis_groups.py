@@ -1,6 +1,4 @@
-"""torch's groups of a mesh, for programs that communicate by themselves; an mpu of ranks that
-differ.
-"""
+"""Process groups of a mesh for programs that call torch.distributed, and an inconsistent mpu."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every way to reach backward gives the gradient of plain torch, once divided and once scaled.
+"""Every call of backward gives plain PyTorch's gradient, divided once and scaled once.
 
-One table: ways x fp32, bf16, fp16 x accumulation 1 and 4 x stages 0 to 3.  The reference is the
-model of this file in fp32, unsharded, over every rank's data, with each micro-batch's loss divided
-by the accumulation.
+The tests cover each call with fp32, bf16 and fp16, accumulation 1 and 4, and stages 0 to 3. The
+reference is this file's model in fp32, unsharded, on the data of all ranks. It divides each
+micro-batch's loss by the accumulation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.plain import here, world
 SCALE_POWER = 8
 PRECISIONS: dict[
     str, tuple[dict[str, Any], float]
-] = {  # with how far a gradient may be from fp32's, of its norm
+] = {  # configuration, and gradient tolerance relative to the fp32 norm
     "fp32": ({}, 1e-5),
     "bf16": ({"bf16": {"enabled": True}}, 3e-2),
     "fp16": ({"fp16": {"enabled": True, "initial_scale_power": SCALE_POWER}}, 5e-3),
@@ -63,7 +63,7 @@ def config(stage: int, precision: str, accumulation: int = 1) -> dict[str, Any]:
         "optimizer": {
             "type": "SGD",
             "params": {"lr": 0.0},
-        },  # the weights stay, so that every way meets the same ones
+        },  # the weights stay the same for every kind of call
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         **PRECISIONS[precision][0],
     }
@@ -88,7 +88,7 @@ def both(out: Tensor) -> Tensor:
 
 
 def gradient_of(loss: Loss, out: Tensor) -> Tensor:
-    """Of the loss by the output: what is handed to tensor.backward."""
+    """Return the gradient of the loss by the output, as passed to `Tensor.backward`."""
     leaf = out.detach().requires_grad_()
     return torch.autograd.grad(loss(leaf), leaf)[0]
 
@@ -188,7 +188,7 @@ def norm_of(grads: dict[str, Tensor]) -> float:
 
 
 def check(engine: Any, expected: dict[str, Tensor], precision: str, what: str) -> None:
-    """Step, and compare norm and gradients with what is expected; collective."""
+    """Step, then compare norm and gradients with the expected ones. Collective."""
     within, whole = PRECISIONS[precision][1], norm_of(expected)
     scale = engine.optimizer.loss_scale
     found = {
@@ -227,11 +227,11 @@ def test_every_way_to_backward_gives_the_gradient_of_plain_torch(
         engine.destroy()
 
 
-# -- parts of a model, inputs, gradients of gradients
+# -- submodules, inputs, second derivatives
 
 
 class Towers(nn.Module):
-    """Two encoders that programs also call by themselves, as those of contrastive models are."""
+    """Two encoders that programs also call separately, as in contrastive models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Towers(nn.Module):
 
 
 def of_parts(model: Any, x: Tensor) -> Tensor:
-    """A loss over parts that were called by themselves, one behind the other and side by side."""
+    """Return a loss over submodules that are called separately, in sequence and in parallel."""
     module = getattr(model, "module", model)
     left = module.left(x)
     return (left * module.right(left)).float().square().mean() + left.float().mean()
@@ -272,7 +272,7 @@ def test_parts_of_a_model_that_are_called_by_themselves_get_the_factor_too(
         ):
             for micro in range(accumulation):
                 engine.set_gradient_accumulation_boundary(micro == accumulation - 1)
-                engine(data(9, here()))  # a forward of the whole model, which nothing is asked of
+                engine(data(9, here()))  # a forward of the whole model, without backward
                 way(of_parts(engine, data(micro, here()).to(dtype)))
             check(engine, expected, precision, f"{way}, accumulation {accumulation}")
         engine.destroy()
@@ -288,18 +288,18 @@ def test_an_input_gets_the_gradient_of_what_was_differentiated(stage: int, preci
     batch = {"x": data(0, here()).requires_grad_()}
     both(
         engine(**batch)
-    ).backward()  # as of plain torch: what this engine multiplies by stays inside it
+    ).backward()  # as in plain torch: the engine's scale does not reach the input
     assert batch["x"].grad is not None
     assert float((batch["x"].grad - expected).norm()) <= within * float(expected.norm())
     engine.optimizer.zero_grad()
     batch["x"].grad = None
-    engine.backward(both(engine(**batch)))  # as of the loss that engine.scale returns
+    engine.backward(both(engine(**batch)))  # as for the loss returned by engine.scale
     scale = engine.optimizer.loss_scale / 4
     assert float((batch["x"].grad / scale - expected).norm()) <= within * float(expected.norm())
 
 
 def penalty(model: Any, x: Tensor) -> Tensor:
-    """A loss over the model's outputs and over their gradient."""
+    """Return a loss over the model's outputs and their gradient."""
     x = x.clone().requires_grad_()
     out = model(x).float()
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
@@ -348,7 +348,7 @@ def test_a_loss_over_two_engines_gives_both_the_gradient_of_plain_torch(
 ) -> None:
     def joint(first: Any, second: Any, x: Tensor) -> Tensor:
         made = first(x).float()
-        # Side by side, and one behind the other
+        # The engines run in parallel and in sequence
         return both(second(made)) + other(second(x)) + one(made)
 
     for accumulation, partner in ((1, precision), (4, precision), (4, "fp32")):
@@ -414,7 +414,7 @@ def test_two_alternating_models_train_like_plain_torch(stage: int) -> None:
             (*models, [Tensor.backward] * 2, optimizers),
             (*engines, [engine.backward for engine in engines], engines),
         ):
-            x = data(turn, 0)  # the same on every rank, so that plain torch needs no ranks
+            x = data(turn, 0)  # the same on every rank, so that the reference needs no ranks
             back[1](one(judge(x)) + other(judge(maker(x).detach())))
             end_turn(steps, 1)
             back[0](one(judge(maker(x))))
@@ -424,7 +424,7 @@ def test_two_alternating_models_train_like_plain_torch(stage: int) -> None:
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-# -- the other door
+# -- the plain loop
 
 
 @pytest.mark.ranks(2)
@@ -445,7 +445,7 @@ def test_the_plain_loop_divides_once_by_the_key_or_by_hand(stage: int, precision
         optimizer.step()
         assert optimizer.sharded is not None and optimizer.sharded.last is not None
         assert optimizer.sharded.last.norm == pytest.approx(whole, rel=within)
-        for name, value in model.state_dict().items():  # 16-bit weights are rounded
+        for name, value in model.state_dict().items():  # allow for the rounding of 16-bit weights
             moved = before[name] - value.float()
             rounding = 0.0 if precision == "fp32" else 2.0**-8 * float(before[name].norm())
             assert float((moved - expected[name]).norm()) <= within * whole + rounding, name

@@ -1,8 +1,8 @@
-"""The truth contract, bytes: what a step sends is what ZeRO says, counted twice and predicted once.
+"""A step sends the number of bytes given by ZeRO's formulas and predicted by the plan.
 
-Counted by the engine's own meter and, independently, by a dispatch mode that sees every c10d.send.
-Psi is the padded number of elements.  Control rows (norms, late gradients, once the order of units)
-carry no state and are stated apart.
+The bytes are counted by the engine's meter and, independently, by a dispatch mode that sees every
+c10d.send. Psi is the padded number of elements. Control rows (norms, late gradients, once the order
+of units) carry no state and are counted separately.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.models import seeded
 from tests.pairwise import cases
 from tests.training import ALL, Run, assert_is_sharded, start_engine, train_step
 
-# Through shared memory nothing is sent; test_same_host.py says it counts alike
+# Shared memory sends nothing; test_same_host.py checks that its meter counts the same bytes
 over_gloo = partial(Run, transport="gloo")
 
 
 class SendCounter(TorchDispatchMode):
-    """Adds up the bytes of every tensor given to c10d.send, whoever calls it."""
+    """Counts the bytes of every tensor passed to c10d.send, from any caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,10 @@ class SendCounter(TorchDispatchMode):
 
 
 def count_step(engine: Any, run: Run, step: int) -> tuple[int, int]:
-    """Bytes this rank sends in one step: (states, rows).  Meter and dispatch mode must agree."""
+    """Return the bytes of states and of rows that this rank sends in one step.
+
+    Checks that meter and dispatch mode agree.
+    """
     meter = engine.runtime.comm.meter
     meter.reset()
     with SendCounter() as counter:
@@ -53,11 +56,11 @@ def count_step(engine: Any, run: Run, step: int) -> tuple[int, int]:
     return meter.total_bytes() - rows, rows
 
 
-# How often a micro-batch count G moves the whole model, times (N-1)/N.
+# Model volumes sent per step for G micro-batches, before the factor (N-1)/N.
 TIMES = {
     0: lambda micro_batches: 2,  # gradients: reduce-scatter and all-gather
     1: lambda micro_batches: 2,  # gradients: reduce-scatter; weights: all-gather
-    2: lambda micro_batches: micro_batches + 1,  # the same, gradients once per micro-batch
+    2: lambda micro_batches: micro_batches + 1,  # as stage 1, with gradients once per micro-batch
     3: lambda micro_batches: 3 * micro_batches,  # weights: forward and backward; gradients
 }
 
@@ -80,7 +83,7 @@ def test_without_window_and_persistence_the_stages_send_2_2_g_plus_1_and_3g_time
     # A table of norms: one float64 per group and slice
     rows = 8 * ranks * len(groups) * (ranks - 1)
     rows += 8 * 5 * (ranks - 1)  # four flags and a checksum
-    # After the first step, rank 0's order of units: an int64 each
+    # After the first step, rank 0 sends the order of units: an int64 each
     order = 8 * len(engine.runtime.units) * (ranks - 1)
     expected = TIMES[stage](accumulation) * 4 * padded // ranks * (ranks - 1)
     assert count_step(engine, run, 0) == (expected, rows + order)
@@ -98,9 +101,9 @@ AXES = {
         0,
         9000,
         ALL,
-    ),  # elements: nothing, some units, every unit stays from forward to backward
-    "persistence": (0, 300),  # elements: norms, biases and one matrix stay whole
-    "bucket": (2048, ALL),  # elements: several messages per reduction, one
+    ),  # elements: no, some and all units stay gathered from forward to backward
+    "persistence": (0, 300),  # elements: 300 keeps norms, biases and one matrix unsharded
+    "bucket": (2048, ALL),  # elements: several messages per reduction, or one
     "overlap": (True, False),
 }
 

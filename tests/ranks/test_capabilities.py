@@ -1,6 +1,4 @@
-"""Every slower way that a run takes is said: once in the log, and in explain(), with the ranks that
-take it.
-"""
+"""Every fallback to a slower method is logged once and listed in explain(), with its ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def engine_on(path: Path, **more: Any) -> Any:
 
 
 class Heard(logging.Handler):
-    """The texts that the library logs on this rank."""
+    """Collects the messages that the library logs on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +50,7 @@ class Heard(logging.Handler):
 
 
 def refuses_direct_io(path: Any, flags: int, *rest: Any, **names: Any) -> int:
-    """os.open of a file system that knows no O_DIRECT."""
+    """Replace `os.open` on a file system without O_DIRECT."""
     if flags & os.O_DIRECT:
         raise OSError(errno.EINVAL, "Invalid argument")
     return OPEN(path, flags, *rest, **names)

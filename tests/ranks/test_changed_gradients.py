@@ -1,8 +1,7 @@
-"""What a program makes of `.grad` between backward and step is what the step uses, as in unsharded
-torch.
+"""Changes of `.grad` between backward and step are used by the step, as in unsharded PyTorch.
 
-Every edit runs unchanged on the wrapped model and on a plain one whose `.grad` is the mean over all
-ranks' data.
+Every edit runs unchanged on the wrapped model and on a plain model. The plain model's `.grad` is
+the mean over the data of all ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ def noise_like(value: Tensor, step: int) -> Tensor:
     )
 
 
-# -- edits: each takes the model and the number of the step
+# -- edits: each takes the model and the step number
 
 
 def nothing(model: nn.Module, step: int) -> None:
-    """What the comparison itself allows."""
+    """Make no edit, which measures the tolerance of the comparison."""
 
 
 def assign_a_tensor(model: nn.Module, step: int) -> None:
@@ -51,7 +50,7 @@ def assign_a_tensor(model: nn.Module, step: int) -> None:
 
 
 def assign_none(model: nn.Module, step: int) -> None:
-    if step >= 1:  # there are moments by now, which would move it
+    if step >= 1:  # earlier there are no moments that would move the weight
         for each in (INNER, NORM):
             param(model, each).grad = None
 
@@ -100,7 +99,7 @@ def out_of_place(model: nn.Module, step: int) -> None:
         scaled = 0.5 * grad.clone() - grad / 4 + grad.abs() * 0.1 + (1.0 - grad) * 1e-4
         each.grad = torch.where(
             grad > 0, scaled, scaled + grad
-        ).float()  # continuous, as the runs differ in last bits
+        ).float()  # continuous, because the runs differ in their last bits
 
 
 def masks(model: nn.Module, step: int) -> None:
@@ -229,7 +228,7 @@ def test_edits_apply_at_the_end_of_an_accumulation_and_with_offload(stage: int) 
     )
 
 
-# -- between micro-batches, before a backward, without one
+# -- edits between micro-batches, before a backward and without one
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -268,18 +267,18 @@ def test_a_gradient_from_before_backward_is_added_to_or_kept_separately(stage: i
         for each in (run, plain):
             put_first(each.model, step)
             if step % 2:
-                each.backward(step, 0)  # adds to it
+                each.backward(step, 0)  # accumulates into the assigned gradient
             each.step()
     for each in (run, plain):
         each.backward(5, 0)
         each.model.zero_grad()
         each.optimizer.step()
-        each.optimizer.step()  # nothing is there to step with, twice
+        each.optimizer.step()  # two steps without gradients
     assert_same_values(run, plain, "put before backward")
     run.end()
 
 
-# -- what may differ between ranks, and what may not
+# -- differences between ranks
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -360,7 +359,7 @@ def test_operations_without_support_for_sharded_gradients_raise_an_error_with_th
     run.end()
 
 
-# -- number formats, late and early updates, what else looks at gradients
+# -- number formats, delayed and early updates, other readers of gradients
 
 
 def loss_scale(run: ByEngine) -> float:
@@ -439,7 +438,7 @@ def test_speculative_updates_are_undone_if_gradients_were_changed() -> None:
 
 
 def test_a_delayed_update_uses_the_edited_gradient() -> None:
-    """What a parameter has not got at one step it is not updated with at the next."""
+    """A parameter without a gradient is not updated by the delayed update of the next step."""
     for edit in (assign_a_tensor, assign_none, multiply):
         values = []
         for sharded in (True, False):
@@ -470,11 +469,11 @@ def test_a_delayed_update_uses_the_edited_gradient() -> None:
         values[0].end()
 
 
-# -- what is saved
+# -- checkpoints
 
 
 def drop_now_and_then(model: nn.Module, step: int) -> None:
-    """After it three kinds of counters stand side by side in one unit."""
+    """Drop gradients so that one unit has parameters with three different step counts."""
     param(model).grad = None if step != 1 else param(model).grad
     param(model, "blocks.1.proj.weight").grad = (
         None if step == 2 else param(model, "blocks.1.proj.weight").grad
@@ -506,7 +505,7 @@ def test_runs_resume_from_checkpoints_of_unequal_counters(stage: int, tmp_path: 
         expected = values_of(run)
         for name, value in values_of(again).items():
             assert torch.equal(value, expected[name]), (tier, name)
-        run.engine.load_checkpoint(str(tmp_path), tag=tier)  # into pieces that are cut further
+        run.engine.load_checkpoint(str(tmp_path), tag=tier)  # into split shards
         again.end()
         run.end()
 

@@ -1,6 +1,4 @@
-"""NCCL's groups, counted over gloo: shared by what builds, loads and trains a model, destroyed when
-nobody is left.
-"""
+"""NCCL groups, counted over gloo: shared between Comm objects, destroyed with the last one."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.transports import nccl
 from deepseek_zero.comm.transports.nccl import Nccl
 
-GPU = torch.device("cuda", 0)  # a name: nothing here touches it
+GPU = torch.device("cuda", 0)  # only a name: no test uses the GPU
 
 
 def groups_of(comm: Comm) -> list[dist.ProcessGroup | None]:
@@ -27,7 +25,7 @@ def groups_of(comm: Comm) -> list[dist.ProcessGroup | None]:
 def test_groups_are_shared_and_destroyed_with_their_last_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Comm(torch.device("cpu"))  # the links, whose group is everybody's
+    Comm(torch.device("cpu"))  # create the connections and their world group first
     made: list[dist.ProcessGroup] = []
     gone: list[dist.ProcessGroup] = []
     new_group, destroy = dist.new_group, dist.destroy_process_group
@@ -77,4 +75,4 @@ def test_groups_are_shared_and_destroyed_with_their_last_user(
     monkeypatch.undo()
     from deepseek_zero.comm.context import WorldContext
 
-    WorldContext._current = None  # its channels were this test's
+    WorldContext._current = None  # drop the channels that this test created

@@ -1,4 +1,4 @@
-"""A checkpoint goes on bit by bit at its own world size, and by name and range at any other."""
+"""A checkpoint resumes bit by bit at its world size, and by name and range at any other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
 
 
 def moments_of(engine: Any) -> dict[str, Tensor]:
-    """First moments by parameter name, whole."""
+    """Return the full first moments by parameter name."""
     from deepseek_zero.utils import safe_get_full_optimizer_state
 
     found = {
@@ -93,7 +93,7 @@ def test_ranks_with_folders_of_their_own_save_parts_of_one_checkpoint(tmp_path: 
     own = tmp_path / ("first" if dist.get_rank() == 0 else "others")
     three.save_checkpoint(own, tag="kept")
     train(three, 2, 3)
-    three.save_checkpoint(own, tag="kept", wait=False)  # over the one before
+    three.save_checkpoint(own, tag="kept", wait=False)  # overwrites the first save
     three.finish_saving()
     assert (own / "latest").exists() is (dist.get_rank() == 0)
     dist.barrier()
@@ -158,7 +158,7 @@ def test_one_rank_reads_what_two_wrote(tmp_path: Path, stage: int) -> None:
     alone = build(stage, **BF16)
     assert world() == alone.world_size == 1
     alone.load_checkpoint(tmp_path)
-    if rank == 0:  # at another world size the running statistics are rank 0's
+    if rank == 0:  # at another world size, running statistics are loaded from rank 0
         assert_same(whole, alone.module_state_dict())
     assert_same(moments, moments_of(alone))
     train(alone, 2, 3)
@@ -223,7 +223,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_keeps_the_last_checkpoi
             engine.save_checkpoint(tmp_path, tag="bad")
     assert not (tmp_path / "bad").exists()
     assert (tmp_path / "latest").read_text() == "good"
-    dist.barrier()  # rank 0 has tidied up
+    dist.barrier()  # wait until rank 0 has cleaned up
     assert names_in(tmp_path) == ["good", "latest"]
     engine.load_checkpoint(tmp_path)
     engine.save_checkpoint(tmp_path, tag="bad")
@@ -415,12 +415,12 @@ def test_the_consolidated_weights_are_on_rank_zero_and_in_the_file(tmp_path: Pat
     assert_same(once, load_file(tmp_path / "model.safetensors"))
 
 
-# -- written while training goes on
+# -- asynchronous saves
 
 
 @contextmanager
 def slowly(seconds: float) -> Iterator[None]:
-    """A disk that steps overtake."""
+    """Delay every write so that training steps overtake the save."""
     write = files.write
 
     def late(descriptor: int, data: memoryview, offset: int) -> None:
@@ -484,7 +484,7 @@ def test_a_step_publishes_it_and_raises_its_errors(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path, tag="second", wait=False)
         with pytest.raises(CheckpointError, match="No space left"):
             steps_until_it_is_over(engine)
-    dist.barrier()  # rank 0 has tidied up
+    dist.barrier()  # wait until rank 0 has cleaned up
     assert names_in(tmp_path) == ["first", "latest"]
     train(engine, 3, 4)
 
@@ -508,7 +508,7 @@ def test_training_does_not_wait_for_the_removal_of_what_was_replaced(tmp_path: P
         patch.setattr(files, "remove_folder", late)
         engine.save_checkpoint(tmp_path, tag="one", wait=False)
         steps_until_it_is_over(engine)
-        dist.barrier()  # rank 0 has begun
+        dist.barrier()  # wait until rank 0 has begun
         names = names_in(tmp_path)
         assert names == [".one.replaced", "latest", "one"]
         dist.barrier()
@@ -555,11 +555,11 @@ def test_states_elsewhere_are_written_from_there(tmp_path: Path, tier: str) -> N
     assert_same(expected[1], moments_of(other))
 
 
-# -- what else goes on
+# -- random generators and data loaders
 
 
 class Noisy(nn.Module):
-    """Dropout, and a choice that Python and NumPy make."""
+    """A model with dropout and random numbers from Python and NumPy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -612,8 +612,9 @@ def test_random_numbers_and_data_resume_in_the_middle_of_an_epoch(tmp_path: Path
 def test_a_step_interrupted_by_a_save_is_repeated_from_its_first_micro_batch(
     tmp_path: Path, saved_after: int, by_name: bool
 ) -> None:
-    """Also in a loader made by name, where it may begin in the epoch before: four micro-batches, a
-    step has three.
+    """With `by_name`, an epoch has four micro-batches and a step three.
+
+    The repeated step may therefore begin in the previous epoch.
     """
 
     def start() -> tuple[Any, Iterator[Any]]:
@@ -661,8 +662,9 @@ def test_a_step_interrupted_by_a_save_is_repeated_from_its_first_micro_batch(
 
 @pytest.mark.ranks(3, fresh=True)
 def test_another_number_of_ranks_continues_with_the_next_sample(tmp_path: Path) -> None:
-    """Steps of six samples among 20: two ranks take one step, three the next two, one rank those of
-    the next epoch.
+    """Each step takes six of 20 samples.
+
+    Two ranks take one step, three ranks the next two, and one rank the steps of the next epoch.
     """
     rank, seen = dist.get_rank(), []
     for number, (ranks, micro, last) in enumerate([(2, 3, 1), (3, 1, 3), (1, 2, 6)]):
@@ -754,16 +756,14 @@ def test_four_ranks_three_one_and_two_have_the_same_bits(tmp_path: Path) -> None
 
 
 def _everyone(folder: Path, rank: int, number: int) -> None:
-    """All four ranks in one world again, whoever took part in the last."""
+    """Initialize a process group of all four ranks."""
     store = dist.FileStore(str(folder / f"all{number}"), 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
 
 
 @pytest.mark.ranks(1)
 def test_moments_on_a_disk_that_a_program_has_read_are_saved(tmp_path: Path) -> None:
-    """Weights and biases are in groups of their own, so their shards alternate in what the disk
-    moves at once.
-    """
+    """Weights and biases are in separate groups, so their shards alternate on the disk."""
 
     def build_groups(places: dict[str, Any]) -> Any:
         torch.manual_seed(3)
@@ -822,7 +822,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_is_unchanged(
             path.unlink()
         elif damage == "another's":
             path.write_bytes((tmp_path / "older" / path.name).read_bytes())
-        elif damage == "disk":  # what is there cannot be read
+        elif damage == "disk":  # the file cannot be read
             (tmp_path / "newer" / "manifest.json").unlink()
             (tmp_path / "newer" / "manifest.json").mkdir()
         else:
@@ -851,9 +851,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_is_unchanged(
 def test_a_damaged_checkpoint_is_refused_by_a_run_that_begins(
     tmp_path: Path, stage: int, kind: str
 ) -> None:
-    """Its moments are compared as they come into memory of their own, its weights before they
-    replace others.
-    """
+    """Moments are verified while they are loaded, weights before they replace the current ones."""
     saved = build(stage, **BF16)
     train(saved, 0, 1)
     saved.save_checkpoint(tmp_path, tag="whole")

@@ -1,6 +1,6 @@
-"""Codecs on the wire, through the engine's door: N ranks that send codes have the bits of one
-process that rounds the same tensors through the same codes, at every stage, over every transport;
-and a step sends the bytes of the formula.
+"""Quantized communication in the engine gives the bits of one process with the same codecs.
+
+Covers every stage and transport. A step sends the number of bytes given by the formula.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CODES: dict[str, tuple[Blocks | None, Blocks | None]] = {
     "int4 gradients": (None, Blocks(4, 128)),
     "both": (Blocks(8, 256), Blocks(4, 128)),
     "int8 both, small blocks": (Blocks(8, 64), Blocks(8, 32)),
-    "int4 both": (Blocks(4, 256), Blocks(4, 128)),  # of weights differences alone
+    "int4 both": (Blocks(4, 256), Blocks(4, 128)),  # int4 weights are sent as differences
 }
 
 
@@ -47,7 +47,10 @@ def start(
     inside_bits: int = 16,
     **keys: Any,
 ) -> Any:
-    """The engine of a run whose weights and gradients are coded.  keys: of the configuration."""
+    """Start an engine with quantized weights and gradients.
+
+    keys: Additional configuration keys.
+    """
     weights, gradients = CODES[codes]
     model = seeded() if model is None else model
     config = run.config() | keys
@@ -66,7 +69,7 @@ def start(
 
 
 def rounded(codec: Blocks, flat: Tensor) -> Tensor:
-    """What comes out of a codec, by its definition."""
+    """Quantize and dequantize by the definition of the codec."""
     rows, largest = flat.float().view(-1, codec.block), {8: 127, 4: 7}[codec.bits]
     scale = rows.abs().amax(1, keepdim=True) * torch.tensor(1 / largest)
     scale = torch.where(scale.isfinite(), scale.where(scale >= 2**-126, 0.0), float("nan"))
@@ -76,13 +79,16 @@ def rounded(codec: Blocks, flat: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Flat:
-    """Where matrices that are coded together lie: name -> first element of the flat buffer."""
+    """Layout of matrices that are quantized together.
+
+    places: The first element of each matrix in the flat buffer, by name.
+    """
 
     places: dict[str, int]
     numel: int
 
     def through(self, codec: Blocks, tensors: dict[str, Tensor]) -> None:
-        """Replace these tensors by what comes out of the codec, in fp32."""
+        """Replace these tensors by their quantized and dequantized values in fp32."""
         flat = torch.zeros(self.numel)
         for name, start in self.places.items():
             flat[start : start + tensors[name].numel()] = tensors[name].reshape(-1).float()
@@ -92,7 +98,7 @@ class Flat:
 
 
 def flats_of(engine: Any) -> list[Flat]:
-    """The coded buffers, as the engine lays them out; exactly the matrices must be in them."""
+    """Return the engine's quantized buffers and check that they hold exactly the matrices."""
     found = coded_flats(engine)
     matrices = {
         name for name, parameter in engine.module.named_parameters() if len(parameter.shape) > 1
@@ -102,7 +108,7 @@ def flats_of(engine: Any) -> list[Flat]:
 
 
 def coded_flats(engine: Any) -> list[Flat]:
-    """The coded buffers, as the engine lays them out."""
+    """Return the engine's quantized buffers."""
     layouts = [group.layout for group in engine.runtime.groups if group.planned.key.is_coded]
     return [
         Flat({slot.name: slot.start for slot in layout.slots}, layout.padded_numel)
@@ -112,9 +118,7 @@ def coded_flats(engine: Any) -> list[Flat]:
 
 @dataclass
 class Rounding(Reference):
-    """The reference that rounds weights on their way into a micro-batch, and each rank's summands,
-    through codes.
-    """
+    """A reference that quantizes the weights of each micro-batch and the summands of each rank."""
 
     flats: Sequence[Flat] = ()
     codes: tuple[Blocks | None, Blocks | None] = (None, None)
@@ -131,7 +135,7 @@ class Rounding(Reference):
             self.optimizer = self.make_optimizer(self.masters)
 
     def _cast(self) -> None:
-        """Let weights follow their masters: what codes leave out stays in these."""
+        """Update weights from the main weights, which keep the quantization error."""
         weights, masters = ([each.data for each in every] for every in (self.weights, self.masters))
         if self.differences is None:
             super()._cast()
@@ -163,7 +167,7 @@ class Rounding(Reference):
         return grads if self.codes[1] is None else self.rounded(self.codes[1], grads)
 
     def rounded(self, codec: Blocks, grads: list[Tensor]) -> list[Tensor]:
-        """Return these gradients, the matrices among them through a codec."""
+        """Return these gradients with the matrices quantized."""
         held = dict(zip(self.names, grads, strict=True))
         for flat in self.flats:
             flat.through(codec, held)
@@ -189,11 +193,11 @@ class Rounding(Reference):
 
 
 def formula(engine: Any, run: Run, codes: str) -> float:
-    """What a rank sends in a step without a window: f P times bytes per element, codes with a scale
-    for each block.
+    """Return the bytes that a rank sends in one step without a window.
 
-    Weights that rest on a tier are loaded once where they are used as forward ends and again as
-    backward begins: those of the last block, and of the model itself, around it.
+    The formula is f P times bytes per element; quantized elements add a scale per block. Offloaded
+    weights used at the end of forward and the start of backward are loaded once. These are the
+    weights of the last block and of the root unit.
     """
     weights, gradients = CODES[codes]
     at_turn = () if run.tier == "none" else ("blocks.2.", "tokens.", "places.", "norm.", "head.")
@@ -207,7 +211,7 @@ def formula(engine: Any, run: Run, codes: str) -> float:
             gradients.bits / 8 + 4 / gradients.block if gradients is not None and is_coded else kept
         )
         times = run.accumulation if run.stage > 1 else 1
-        loads = 1 if group.layout.slots[0].name.startswith(at_turn) else 2  # of a micro-batch
+        loads = 1 if group.layout.slots[0].name.startswith(at_turn) else 2  # loads per micro-batch
         whole = {0: kept, 1: gathered, 2: gathered, 3: loads * times * gathered}[run.stage]
         total += group.layout.padded_numel / ranks * (ranks - 1) * (times * reduced + whole)
     return total
@@ -293,8 +297,8 @@ def test_training_has_the_bits_of_one_process_that_rounds_the_same_tensors(
     assert report.measured_total <= report.predicted_total
     if (
         stage < 3
-        # There buffers are lent later than the schedule says: summands, and messages of offloaded
-        # slices
+        # Stage 3 allocates buffers for summands and messages of offloaded shards later than
+        # scheduled
     ):
         assert report.measured_total == report.predicted_total
 
@@ -436,7 +440,7 @@ def test_a_weight_updated_by_differences_is_saved_and_resumes_bit_for_bit(
         assert all(map(torch.equal, train_step(other, run, step), losses))
     assert_same_bits(masters_of(other), masters, "masters")
 
-    # Has no use for the copy that was saved
+    # Without quantized weights, the saved copy is not used
     exact = start(Run(3, dtype, optimizer="adamw"), "int4 gradients")
     exact.load_checkpoint(tmp_path, tag="two")
     assert (
@@ -491,9 +495,7 @@ def test_values_that_codes_cannot_represent_are_refused() -> None:
 
 @dataclass
 class RoundingHosts(Rounding):
-    """The reference whose hosts add up summands, exact or through `inside`, and send each other
-    their sums as codes.
-    """
+    """A reference whose hosts reduce exactly, or through `inside`, and exchange quantized sums."""
 
     inside: Blocks | None = None
 
@@ -503,7 +505,7 @@ class RoundingHosts(Rounding):
     def gradients(
         self, batches: Sequence[Sequence[Batch]]
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        runs = [self.micro_batch(of_rank[0]) for of_rank in batches]  # of one micro-batch each
+        runs = [self.micro_batch(of_rank[0]) for of_rank in batches]  # one micro-batch each
         summands = [self.sent(grads) if self.adds_first else grads for _, grads in runs]
         hosts = [
             summands[start : start + self.ranks_per_host]
@@ -609,7 +611,7 @@ def test_coded_frozen_weights_are_saved_decoded_and_load_to_the_same_codes(
     other.load_checkpoint(tmp_path, tag="one")
     assert codes_of(other) and all(map(torch.equal, codes_of(one), codes_of(other)))
     assert all(map(torch.equal, train_step(other, run, 1), expected))
-    plain = start_frozen(9, codes=False)  # what was decoded, as numbers
+    plain = start_frozen(9, codes=False)  # loads the dequantized values as numbers
     plain.load_checkpoint(tmp_path, tag="one")
     assert all(map(torch.equal, train_step(plain, run, 1), expected))
     other.export(tmp_path / "whole.safetensors")

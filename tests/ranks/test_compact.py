@@ -1,5 +1,6 @@
-"""Moments in 16 or 8 bits, weights without a master: the same bits on every stage and tier, and
-near the exact run.
+"""Moments in 16 or 8 bits and weights without main weights.
+
+They give the same bits on every stage and tier, and losses near those of the exact run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def everything(run: Run, steps: int = STEPS) -> list[Tensor]:
-    """Losses, then weights and moments, whole."""
+    """Return the losses, then the full weights and moments."""
     engine = start_engine(run, seeded())
     found = [torch.stack(train_step(engine, run, step)) for step in range(steps)]
     found += [value.clone() for value in engine.state_dict().values()]
@@ -61,7 +62,7 @@ def test_tiers_and_stages_have_the_same_bits(
         tier=tier,
         **WAYS[way],
     )
-    # Stages 2 and 3 reduce every micro-batch: another order
+    # Stages 2 and 3 reduce each micro-batch, so they sum in another order
     first = 0 if accumulation == 1 or stage < 2 else 2
     plain = Run(first, accumulation=accumulation, clipping=clipping, optimizer="adamw", **WAYS[way])
     for left, right in zip(everything(run), everything(plain), strict=True):
@@ -121,6 +122,6 @@ def test_a_checkpoint_resumes_bit_by_bit(way: str, tier: str, tmp_path: Path) ->
     second.load_checkpoint(tmp_path)
     for step in range(2, 4):
         train_step(second, run, step)
-    report = second.memory_report()  # what was loaded went where it rests
+    report = second.memory_report()  # loaded states were moved to their tier
     assert {state: report.measured[state] for state in report.predicted} == dict(report.predicted)
     assert all(map(torch.equal, weights(second), weights(first)))

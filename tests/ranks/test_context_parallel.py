@@ -1,6 +1,4 @@
-"""Sequences shared by gathered keys and values, under the engine; and batches that loops and
-loaders cut.
-"""
+"""Context parallelism with gathered keys and values, and loops and loaders that cut batches."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ GATHERS: dict[str, Any] = {"sequence_parallel": {"attention": "all_gather"}}
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_heads_that_ranks_do_not_divide_are_gathered(stage: int) -> None:
-    """With 5 labels ignored the valid tokens of the two ranks differ in number."""
+    """With 5 labels ignored, the two ranks have different numbers of valid tokens."""
     model = tiny("llama", **THREE)
     own = copy.deepcopy(model)
     engine = deepseek_zero.initialize(model=own, config=config(stage), mesh={"sp": 2})[0]
@@ -55,7 +53,7 @@ def test_a_recipe_that_cuts_in_order_is_not_gathered() -> None:
         deepseek_zero.initialize(model=own, config=config(1, **GATHERS), mpu=mpu)
 
 
-# -- loops that cut
+# -- loops and loaders that cut batches
 
 
 class Sentences(Dataset[dict[str, Tensor]]):
@@ -72,7 +70,7 @@ class Sentences(Dataset[dict[str, Tensor]]):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
 def test_train_batch_cuts_its_batches(attention: str) -> None:
-    """Whole sequences or cut ones, the same on ranks along sp."""
+    """All ranks along sp pass either the same whole sequences or their parts."""
     model = tiny("llama")
     own = copy.deepcopy(model)
     said = config(2, gradient_accumulation_steps=2, sequence_parallel={"attention": attention})

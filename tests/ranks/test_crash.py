@@ -1,6 +1,4 @@
-"""A crash between any two operations of a save leaves the checkpoint before it or the new one,
-whole.
-"""
+"""A crash between any two operations of a save leaves the old or the new checkpoint complete."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def step(engine: Any) -> None:
 
 
 def newest(directory: Path) -> str | None:
-    """The identity of the checkpoint that `latest` names, every byte of it compared; None where
-    there is none.
-    """
+    """Verify the checkpoint that `latest` names and return its identity, or None without one."""
     tag = latest_tag(directory)
     if tag is None:
         return None
@@ -97,8 +93,10 @@ def test_every_prefix_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
 def test_every_prefix_of_an_export_or_conversion_leaves_a_complete_one_or_is_detected(
     tmp_path: Path,
 ) -> None:
-    """DeepSpeed's layout and single files change at once.  Files of a folder that exists move one
-    by one: then a mixture of two exports must be recognised as one.
+    """A crash during an export or conversion leaves a complete result or a detectable mixture.
+
+    DeepSpeed's layout and single files are replaced atomically. Files of an existing folder are
+    replaced one by one, so a mixture of two exports must be detected.
     """
     root, left = tmp_path / "made", tmp_path / "left"
     root.mkdir()
@@ -137,7 +135,7 @@ def test_every_prefix_of_an_export_or_conversion_leaves_a_complete_one_or_is_det
         for count, operation in enumerate(recorder.operations, 1):
             number = next(save for save, end in enumerate(ends) if count <= end) - 1
             disk.apply(operation)
-            # They change nothing that has a name already
+            # The other operations do not change existing files
             if operation[0] not in ("write", "create", "sync"):
                 for kept in (1.0, 0.0, 0.5):
                     disk.leave(left, random.Random(count), kept)
@@ -159,16 +157,14 @@ def test_every_prefix_of_an_export_or_conversion_leaves_a_complete_one_or_is_det
 
 
 def weights_of(path: Path) -> dict[str, list[float]]:
-    """Of a file of torch.save, which has no identity."""
+    """Read a torch.save file, which has no identity."""
     state = torch.load(path, weights_only=True)
     return {name: value.reshape(-1).tolist() for name, value in state.items()}
 
 
 @pytest.mark.ranks(2)
 def test_an_interrupted_save_does_not_prevent_the_next(tmp_path: Path) -> None:
-    """What a kill of rank 0 leaves behind after each of its operations: the next save cleans it
-    up.
-    """
+    """The next save cleans up after a kill of rank 0, whatever operation it interrupted."""
     root, left = tmp_path / "saved", tmp_path / "left"
     engine, recorder = engine_of(), Recorder(root)
     if dist.get_rank() == 0:
