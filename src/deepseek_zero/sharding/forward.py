@@ -21,9 +21,8 @@ from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, tensors_in
 from ..precision.policy import Policy
 from .backward import Backward
-from .dtype_advice import explain_dtypes
 from .hooks import calls_under_way, weak_hook
-from .model_changes import Structure, frozen_or_unfrozen
+from .model_changes import Structure, explain_dtypes, frozen_or_unfrozen
 from .param_group import ParamGroup
 from .regroup import Regrouped, follow_requires_grad
 from .root_parts import RootParts

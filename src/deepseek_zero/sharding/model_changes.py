@@ -21,6 +21,7 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 from ..comm.agreement import agree, agree_on, values_in
 from ..comm.collectives import Comm
+from ..planner.auto_wrap_policy import BATCH_NORMS
 from ..planner.plan import Plan
 from .buffer import FlatBuffer
 from .group import ParamInfo
@@ -266,3 +267,31 @@ def refuse_unused(groups: Iterable[WrappedGroup], arrived: Collection[int]) -> N
             "use them in forward, freeze them (requires_grad_(False)), or set "
             "ignore_unused_parameters to true.",
         )
+
+
+def explain_dtypes(error: BaseException, model: nn.Module, compute: torch.dtype) -> None:
+    """Add a note to torch's error about mixed dtypes, because wrapping casts no buffers.
+
+    Args:
+        error: The error that ended the forward.
+        model: The wrapped model.
+        compute: The dtype of its weights.
+    """
+    if not isinstance(error, RuntimeError) or "type" not in str(error):
+        return
+    others = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            is_other = buffer.is_floating_point() and buffer.dtype != compute
+            if is_other and not isinstance(module, BATCH_NORMS):
+                others.append(f"'{prefix}.{name}'" if prefix else f"'{name}'")
+    named = ", ".join(others[:3])
+    if len(others) > 3:
+        named += f" and {len(others) - 3} more"
+    which = f" Buffers with another dtype are {named}." if others else ""
+    error.add_note(
+        f"[deepseek_zero] The weights were cast to {compute}. Buffers, and tensors that forward "
+        f"creates, keep their dtype.{which}\n"
+        "  What to do: cast them where they are used, as in `x + self.table.to(x.dtype)`, or cast "
+        "the buffers before wrapping; torch_autocast casts both in each operation."
+    )
