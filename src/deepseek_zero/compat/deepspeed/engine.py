@@ -340,9 +340,42 @@ GETTERS |= {
     for name, feature in DISABLED.items()
 }
 
+# DeepSpeed's names of sections and keys -> paths in the configuration
+SECTIONS = {
+    "zero_config": "zero_optimization",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "float16_config": "fp16",
+    "bfloat16_config": "bf16",
+    "optimizer_name": "optimizer.type",
+    "optimizer_params": "optimizer.params",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": "scheduler.params",
+    "activation_checkpointing_config": "activation_checkpointing",
+    "flops_profiler_config": "flops_profiler",
+    "data_types_config": "data_types",
+    "checkpoint_config": "checkpoint",
+}
+
+
+class ConfigNames:
+    """Reads an engine's configuration, also under the names of DeepSpeed's DeepSpeedConfig."""
+
+    def __init__(self, config: Config) -> None:
+        vars(self)["config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # looked up by copy before there is a configuration
+            raise AttributeError(name)
+        if name == "zero_enabled":
+            return self.config.zero_optimization.stage > 0
+        return attrgetter(SECTIONS.get(name, name))(vars(self)["config"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.config, name, value)  # raises, because a configuration is frozen
+
+
 # DeepSpeed's attribute -> the attribute of the engine that has its value
 PATHS = {
-    "_config": "config",
     "_is_gradient_accumulation_boundary": "_boundary",
     "global_rank": "mesh.rank",
     "world_size": "mesh.world_size",
@@ -359,6 +392,7 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     name: attrgetter(path) for name, path in PATHS.items()
 }
 ATTRIBUTES |= {
+    "_config": lambda e: ConfigNames(e.config),
     "local_rank": lambda e: local_rank(),
     "data_parallel_group": lambda e: groups.group_of(*groups.DATA, over=e.mesh),
     "seq_parallel_group": lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),

@@ -601,3 +601,17 @@ def test_submodules_of_torchscript_are_trained(stage: int) -> None:
     after = engine.module_state_dict()
     assert after.keys() == before.keys()
     assert not any(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_the_configuration_is_read_under_deepspeeds_names() -> None:
+    found = built(config(2, bf16={"enabled": True}))._config
+    assert (found.zero_enabled, found.zero_optimization_stage, found.zero_config.stage) == (
+        True,
+        2,
+        2,
+    )
+    assert found.optimizer_name == "Adam" and found.bfloat16_config.enabled
+    assert found.train_batch_size == 1 and not found.float16_config.enabled
+    with pytest.raises(ValueError, match="frozen"):
+        found.train_batch_size = 2
+    assert not hasattr(found, "no_such_key") and copy.copy(found).zero_enabled
