@@ -1,5 +1,6 @@
-"""Models of transformers that recompute their layers do it through ours: parked by the
-configuration alone.
+"""Transformers models with gradient checkpointing use this library's recomputation.
+
+The configuration alone decides whether checkpointed inputs are offloaded.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ LAYERS = 2
 
 
 def grown() -> dict[str, torch.Tensor]:
-    """A batch whose activations are worth a place."""
+    """Return a batch whose activations are large enough to be offloaded."""
     return {name: value.repeat(1, 4) for name, value in batch().items()}
 
 
 def train(section: dict[str, Any], *, enable: str) -> tuple[list[torch.Tensor], Any]:
-    """Two steps' losses and the weights. enable: when the model's recomputation is turned on."""
+    """Train two steps and return the losses with the weights, and the number of offloaded inputs.
+
+    Args:
+        section: The `activation_checkpointing` section of the configuration.
+        enable: Whether to enable the model's gradient checkpointing before or after `initialize`.
+    """
     own: Any = copy.deepcopy(tiny("llama"))
     if enable == "before":
         own.gradient_checkpointing_enable()

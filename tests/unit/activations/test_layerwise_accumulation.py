@@ -1,6 +1,4 @@
-"""Layerwise accumulation runs what the program lists: which units take which micro-batches, in
-which order.
-"""
+"""Layerwise accumulation runs each unit's micro-batches in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ GATHERS, REDUCES = "engine 0/gather", "engine 0/reduce"
 
 
 class Block(nn.Module):
-    """seen: the first sample of each batch that its forward was given."""
+    """Record in `seen` the micro-batch number of the first sample of each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +43,7 @@ class Net(nn.Module):
             self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Of each sample's micro-batch
+        # Micro-batch number of each sample.
         numbers = torch.arange(len(x)).div(len(x) // PARTS, rounding_mode="floor")
         for block in self.blocks:
             x = block(x, numbers)
@@ -109,7 +107,7 @@ def test_the_executed_actions_equal_the_schedule(window: int) -> None:
 def test_another_order_in_the_program_is_another_order_of_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The program decides, and what comes back is joined by micro-batch."""
+    """The schedule decides the order, and the outputs are joined in micro-batch order."""
 
     def body(rank: Rank) -> Tensor:
         model, runtime = start(rank, 0)

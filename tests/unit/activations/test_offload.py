@@ -1,6 +1,4 @@
-"""The parking: bytes come back as they went, one arena holds them in any order, nothing leaks,
-little is in memory.
-"""
+"""Offload of activations: restored bytes are unchanged, memory is reused and freed in any order."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from deepseek_zero.tiers.host import HostMemory
 from deepseek_zero.tiers.tier import TierMemory
 from tests.unit.base.test_memory import resident_bytes
 
-NUMEL = 16 * 1024  # 64 KiB of fp32: sixteen sectors, so that nothing is rounded
+NUMEL = 16 * 1024  # 64 KiB of fp32, a multiple of the disk sector size
 NBYTES = 4 * NUMEL
 
 
@@ -46,8 +44,9 @@ def assert_is(parked: OffloadHandle, seed: int, numel: int = NUMEL) -> None:
 
 
 def cycle(parking: ActivationOffload, count: int, numel: int = NUMEL) -> int:
-    """A forward and a backward of `count` checkpoints; the most bytes of the slab that had
-    pages.
+    """Offload `count` checkpoints and restore them in reverse order.
+
+    Return the largest number of bytes that were in memory at once.
     """
     most, parked = 0, []
     for seed in range(count):
@@ -62,7 +61,7 @@ def cycle(parking: ActivationOffload, count: int, numel: int = NUMEL) -> int:
 
 
 def here_bytes(parking: ActivationOffload) -> int:
-    """Bytes of parked checkpoints that have pages, or are about to."""
+    """Return the bytes of offloaded checkpoints that are in memory or are being read."""
     return sum(
         stay.nbytes for stay in parking._offloaded.values() if state_of(stay) - {ChunkState.AWAY}
     )
@@ -102,7 +101,7 @@ def test_a_tensor_is_restored_with_its_bytes_shape_strides_and_dtype(
 ) -> None:
     tensor = SHAPES[shape]()
     if dtype != torch.float32:
-        tensor = tensor.to(dtype)  # which keeps strides where there are no gaps
+        tensor = tensor.to(dtype)  # keeps the strides of dense tensors
     parking = ActivationOffload(opening)
     others = [torch.randn(100), torch.randn(7)]
     first, found, last = parking.offload([others[0], tensor, others[1]]).restore()
@@ -193,9 +192,7 @@ def test_sizes_that_divide_by_nothing_leave_a_gap_of_a_sixteenth_and_a_sector(
 def test_any_order_of_releases_reads_correct_data_and_frees_space(
     opening: Callable[[], TierMemory],
 ) -> None:
-    """Several forwards in flight, first in first out: the slab stays as large as what is parked at
-    once.
-    """
+    """The slab grows only to the peak usage if several forwards are in flight."""
     parking, flight, seed = ActivationOffload(opening), [], 0
     for _ in range(12):
         for _ in range(3):
@@ -245,12 +242,10 @@ def test_on_a_disk_the_bytes_in_memory_do_not_grow_with_the_checkpoints(
     parking = ActivationOffload(lambda: Disk(tmp_path))
     cycle(parking, count)
     assert cycle(parking, count) <= (2 + AHEAD) * NBYTES
-    assert (
-        parking.memory.traffic.written_bytes == (count - 1) * NBYTES
-    )  # backward begins with the newest
-    assert (
-        (count - 4) * NBYTES <= parking.memory.traffic.read_bytes < count * NBYTES
-    )  # what is still leaving stays
+    # Backward starts with the newest checkpoint, which is not written.
+    assert parking.memory.traffic.written_bytes == (count - 1) * NBYTES
+    # Checkpoints whose write has not finished are not read.
+    assert (count - 4) * NBYTES <= parking.memory.traffic.read_bytes < count * NBYTES
 
 
 def test_on_a_disk_the_pages_of_other_blocks_are_returned(tmp_path: Path) -> None:
@@ -264,9 +259,8 @@ def test_on_a_disk_the_pages_of_other_blocks_are_returned(tmp_path: Path) -> Non
         assert_is(parked.pop(), len(parked), numel)
         most = max(most, resident_bytes() - before)
     parking.sweep()
-    assert (
-        most < 10 * 4 * numel
-    )  # of 24; the tensors that are compared and their copies are among them
+    # All 24 need 24 tensors; the limit includes the compared tensors and their copies.
+    assert most < 10 * 4 * numel
     assert resident_bytes() - before < 4 * 4 * numel
 
 
@@ -306,7 +300,8 @@ def test_other_bytes_than_were_written_are_an_error(tmp_path: Path) -> None:
     for ticket in parking._leaving:
         ticket.wait()
     assert isinstance(parking.memory, Disk)
-    os.pwrite(parking.memory.descriptor, mmap.mmap(-1, PAGE), 0)  # a buffer that direct I/O takes
+    # Direct I/O needs an aligned buffer.
+    os.pwrite(parking.memory.descriptor, mmap.mmap(-1, PAGE), 0)
     with pytest.raises(StorageError, match="not those that were written"):
         parked[0].restore()
 

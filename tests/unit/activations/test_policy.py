@@ -1,6 +1,4 @@
-"""Selective recomputation: the gradients of a run that recomputes nothing, and what a policy keeps
-is computed once.
-"""
+"""Selective recomputation: gradients are unchanged, and kept results are computed only once."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def test_gradients_have_the_bits_of_a_run_without(tier: Tier | None, tmp_path: P
 
 
 def calls(policy: tuple[str, ...]) -> Counter[Any]:
-    """Operators by the number of their calls in a step."""
+    """Count the calls of each operator in a step."""
     found: Counter[Any] = Counter()
 
     def count(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,9 +105,7 @@ def test_kept_results_are_computed_once() -> None:
 
 
 def test_random_results_are_not_kept() -> None:
-    """What a recomputation leaves out draws nothing, and what comes after it would draw other
-    numbers.
-    """
+    """If a policy kept random results, the recomputation would draw other numbers after them."""
     expected = gradients(straight)
     with configured(("native_dropout", "bernoulli_", "bernoulli")):
         assert all(map(torch.equal, gradients(checkpoint), expected))

@@ -23,7 +23,7 @@ from deepseek_zero.activations.offload import ActivationOffload
 from deepseek_zero.activations.recompute import RecomputeSettings, checkpoint
 from deepseek_zero.tiers.tier import Tier
 
-WIDTH, ROWS = 64, 48  # an activation of 12 KiB
+WIDTH, ROWS = 64, 48  # one activation has 12 KiB
 
 
 @pytest.fixture(params=["device", "host", "nvme"])
@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
 
 class Net(nn.Module):
-    """Blocks whose arguments are of every kind, with dropout, each under `run`."""
+    """Blocks with dropout and arguments of many types, each called through `run`."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -163,10 +163,11 @@ def test_storages_are_freed_between_forward_and_backward_and_slots_after_it(
     assert [storage() is None for storage in storages] == [True] * 6
     assert parking.used_bytes == 6 * ROWS * WIDTH * 4
     loss.backward()
-    assert parking.used_bytes == 0  # swept when the backward ended
+    assert parking.used_bytes == 0  # freed at the end of backward
     storages.clear()
     loss = forward(lambda function, x: torch_checkpoint(function, x, use_reentrant=False))
-    assert not any(storage() is None for storage in storages)  # torch's own holds them
+    # Torch's checkpoint keeps its inputs alive.
+    assert not any(storage() is None for storage in storages)
 
 
 def test_an_exception_in_forward_and_a_forgotten_loss_leak_nothing(
@@ -253,7 +254,7 @@ def test_a_part_of_the_graph_can_be_differentiated_and_then_the_rest(
         b = run(torch.sin, a)
         c = run(torch.cos, b)
         (part,) = torch.autograd.grad(c.sum(), b, retain_graph=True)
-        other = run(torch.sin, b).sum()  # another forward while the first graph waits
+        other = run(torch.sin, b).sum()  # a second forward before the first graph is freed
         return [
             part,
             *torch.autograd.grad(other, x, retain_graph=True),
@@ -325,8 +326,9 @@ def test_a_reset_frees_memory_except_that_of_live_graphs(
 def test_with_a_disk_live_bytes_do_not_grow_with_the_blocks(
     blocks: int, on_disk: ActivationOffload
 ) -> None:
-    """Storages alive at once, by weak reference, whoever holds them; slab pages are counted in
-    test_offload.py.
+    """Count the bytes of live storages with weak references.
+
+    test_offload.py counts the pages of the slab.
     """
     alive, most, now = set[int](), [0], [0]
 
@@ -351,9 +353,8 @@ def test_with_a_disk_live_bytes_do_not_grow_with_the_blocks(
             x = checkpoint(lambda x, part=part: watch(torch.tanh(watch(part(watch(x))))), x)
         x.sum().backward()
         del x
-    assert (
-        most[0] <= 6 * ROWS * WIDTH * 4
-    )  # a block's own: input, product, output, and what backward made of the last
+    # A block needs its input, product and output, and the gradients of the last one.
+    assert most[0] <= 6 * ROWS * WIDTH * 4
 
 
 # -- one configuration per process
@@ -385,7 +386,7 @@ def test_a_profile_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_tensor_given_to_several_checkpoints_is_parked_once(parking: ActivationOffload) -> None:
-    """As the output of an encoder is, by each layer of a decoder."""
+    """For example, each decoder layer receives the output of the encoder."""
 
     def run(how: Callable[..., Any]) -> tuple[list[Tensor], int]:
         torch.manual_seed(1)
@@ -401,7 +402,7 @@ def test_a_tensor_given_to_several_checkpoints_is_parked_once(parking: Activatio
     expected, _ = run(straight)
     found, used = run(checkpoint)
     assert all(map(torch.equal, found, expected))
-    assert used == 4 * ROWS * WIDTH * 4  # three inputs, and what all of them see
+    assert used == 4 * ROWS * WIDTH * 4  # three inputs and one shared tensor
     assert parking.used_bytes == 0
 
 
@@ -451,7 +452,7 @@ print(most - start >> 20)
 """
 
 
-@pytest.mark.slow  # half a minute
+@pytest.mark.slow  # takes half a minute
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and asks glibc")
 def test_a_deep_net_with_offload_to_a_disk_needs_little_resident_memory(tmp_path: Path) -> None:
     def most(tier: str) -> int:

@@ -1,6 +1,4 @@
-"""The loss in tiles of tokens: torch's loss and gradients, whatever it is multiplied by, and one
-tile's logits.
-"""
+"""The tiled loss has the value and gradients of torch's loss and stores the logits of one tile."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ WIDTH, WORDS = 24, 61
 
 
 def given(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Inputs of a head and their targets, a third of them ignored."""
+    """Return inputs of a head and their targets, of which every third is ignored."""
     draw = torch.Generator().manual_seed(tokens)
     targets = torch.randint(WORDS, (tokens,), generator=draw)
     targets[::3] = -100
@@ -75,7 +73,7 @@ def test_it_is_torchs_loss_times_any_factor(tokens: int, factor: float, bias: bo
 def test_sixteen_bits_are_as_near_to_exact_gradients_as_torchs(
     dtype: torch.dtype, room: float
 ) -> None:
-    """fp16: with a loss scale that its own gradients of logits need, and ours do not."""
+    """For fp16, torch's logit gradients need a loss scale; those of the tiled loss do not."""
     head, (x, targets) = head_of(dtype), given(64, dtype)
     scale = 1024.0 if dtype == torch.float16 else 1.0
     exact = gradients(copy.deepcopy(head).double(), plain, x.double(), targets, scale)
@@ -128,7 +126,7 @@ def test_its_peak_is_one_tile_of_logits_and_the_gradients() -> None:
 
 def test_models_of_transformers_compute_the_same_step() -> None:
     pytest.importorskip("transformers")
-    for name in ("llama", "qwen2", "gpt2"):  # qwen2: the head's weight is the embedding's
+    for name in ("llama", "qwen2", "gpt2"):  # In qwen2, the head and the embedding share a weight.
         own = tiny(name)
         wanted = step(copy.deepcopy(own), batch())
         tile_loss(own, 5)
@@ -157,7 +155,7 @@ def test_a_loss_over_items_and_shifted_labels_and_a_tuple() -> None:
 
 
 def test_a_head_with_several_modules_supports_tiles() -> None:
-    """As adapters make it."""
+    """LoRA adapters produce such a head."""
     pytest.importorskip("transformers")
 
     class Adapted(nn.Module):

@@ -41,7 +41,7 @@ def tokens(*shape: int, seed: int = 0) -> Tensor:
 def gradients(
     module: nn.Module, compute: Callable[[nn.Module, Tensor], Tensor], x: Tensor
 ) -> list[Tensor]:
-    """What a forward returns, and the gradients of the input and the weights."""
+    """Return the output of `compute` and the gradients of the input and the weights."""
     own, given = copy.deepcopy(module), x.clone().requires_grad_()
     found = compute(own, given)
     (found * tokens(*found.shape, seed=1)).sum().backward()
@@ -112,9 +112,8 @@ def test_one_tile_is_in_memory_at_a_time() -> None:
         module.zero_grad()
         peaks.append(peak.peak)
     hidden = 256 * 1024 * 4
-    assert peaks[0] - peaks[1] > 2 * hidden * 0.75, (
-        peaks
-    )  # what a linear and an activation keep of all tokens
+    # Without tiles, a linear layer and the activation keep their outputs for all tokens.
+    assert peaks[0] - peaks[1] > 2 * hidden * 0.75, peaks
 
 
 def test_tiles_of_unequal_tensors_are_refused() -> None:
@@ -195,7 +194,7 @@ def test_the_tiled_loss_is_the_loss(reduction: str) -> None:
 
 
 class Counted(nn.Linear):
-    """Counts its forwards."""
+    """A linear layer that counts its forward calls."""
 
     calls = 0
 
@@ -219,7 +218,7 @@ def test_weights_that_are_named_get_their_gradients_in_forward_times_any_factor(
         torch.arange(18),
     )
     found = []
-    for tiles in (5, 1):  # 18 tokens in 5 tiles: the last has two
+    for tiles in (5, 1):  # 18 tokens in 5 tiles: the last one has two
         own, given = copy.deepcopy(head), x.to(dtype, copy=True).requires_grad_()
         named = [own.weight, own.bias, own.weight] if tiles > 1 else None
         loss = TiledFusedLogitsLoss.apply(
@@ -239,7 +238,7 @@ def test_weights_that_are_named_get_their_gradients_in_forward_times_any_factor(
 
 
 def test_other_tensors_that_a_tiled_loss_reads_get_gradients() -> None:
-    """It is computed again in backward then, as where weights have hooks."""
+    """The backward recomputes the loss if it reads other tensors or if a weight has hooks."""
     x, labels = tokens(2, 8, WIDTH), torch.arange(16).view(2, 8)
     for reads in ("a weight that is not named", "a hook"):
         head, scale = seeded(lambda: Counted(WIDTH, VOCABULARY)), torch.ones((), requires_grad=True)
