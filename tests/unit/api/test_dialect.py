@@ -1,4 +1,4 @@
-"""A call of the API has one dialect, and says what it changes before anything is built."""
+"""Each API call uses one dialect, and the dialect's changes apply before anything is built."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_only_the_name_deepspeed_has_other_defaults(monkeypatch: pytest.MonkeyPa
     assert isinstance(shown, torch.optim.Adam) and shown.adam_w_mode
     assert shown == engine.optimizer.inner and shown.param_groups is engine.optimizer.param_groups
     engine.destroy()
-    dist.destroy_process_group()  # of one rank, as DeepSpeed starts it
+    dist.destroy_process_group()  # the group of one rank that DeepSpeed starts
 
 
 def test_a_subclass_of_init_has_what_the_dialect_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_a_write_into_a_constructed_object_is_detected(line: str) -> None:
 
 
 def writes(text: str) -> Iterator[int]:
-    """Yield the lines that set a class, or change the attributes of an object as a mapping."""
+    """Yield the lines that assign `__class__` or write to the `__dict__` of an object."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store):
             target = ast.unparse(node)

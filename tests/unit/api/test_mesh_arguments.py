@@ -1,4 +1,4 @@
-"""Arguments `mpu` and `mesh_param`: the mesh that they state is compared with the engine's."""
+"""Arguments `mpu` and `mesh_param`: the mesh that they describe is compared with the engine's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepseek_zero.engine.mesh_statements import MeshStatement, choose_mesh
 
 
 def mpu_of(**told: int) -> Any:
-    """An mpu with getters get_<name>() that return these numbers."""
+    """Return an mpu whose getters `get_<name>()` return the given numbers."""
     return SimpleNamespace(
         **{f"get_{name}": lambda number=number: number for name, number in told.items()}
     )

@@ -1,4 +1,4 @@
-"""The object that DeepSeekZeRO3 returns stands for the model it has wrapped."""
+"""The wrapper returned by DeepSeekZeRO3 behaves like the wrapped model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshol
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.model = nn.Linear(4, 4)  # what Hugging Face's causal models call their inside
+        self.model = nn.Linear(4, 4)  # Hugging Face's causal models have this attribute
         self.head = nn.Linear(4, 2)
         self.register_buffer("seen", torch.zeros(1))
 
