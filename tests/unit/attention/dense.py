@@ -1,4 +1,4 @@
-"""Attention by definition: all scores, one mask, a softmax. What every other way must equal."""
+"""Reference attention: all scores, one mask and a softmax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepseek_zero.attention.plan import Pattern
 
 
 def seen_of(pattern: Pattern, heads: int, queries: int, keys: int) -> Tensor:
-    """Pair by pair, a bool of (heads, queries, keys)."""
+    """Return a bool mask of shape (heads, queries, keys) that is true for visible pairs."""
     place, key = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)[None]
     seen = torch.ones(heads, queries, keys, dtype=torch.bool)
     if pattern.ahead is not None:
@@ -55,7 +55,7 @@ def tensors(
     width: int,
     dtype: torch.dtype = torch.float64,
 ) -> list[Tensor]:
-    """Queries as transformers stores them, keys, values and a gradient of the output."""
+    """Return queries in transformers' memory layout, keys, values and a gradient of the output."""
     noise = torch.Generator().manual_seed(queries + heads)
 
     def draw(*shape: int) -> Tensor:
@@ -71,7 +71,7 @@ def with_gradients(out: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
 
 
 def apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """The largest difference, in parts of the largest number, or of 1."""
+    """Return the largest difference divided by the largest expected value or 1."""
     return max(
         float(
             (one - other).detach().double().abs().max() / other.detach().abs().max().clamp(min=1.0)

@@ -1,5 +1,6 @@
-"""FlexAttention's block masks: what they show, and the numbers of its slow way on a CPU; tests/gpu
-compiles it.
+"""FlexAttention's block masks, and the results of its uncompiled version on a CPU.
+
+tests/gpu tests the compiled version.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Models of transformers that attend by a layout: beside their own eager attention under the same
-mask.
-"""
+"""Sparse attention in transformers models equals their eager attention under the same mask."""
 
 from __future__ import annotations
 
@@ -261,7 +259,7 @@ def test_models_and_sections_that_do_not_fit_are_refused_before_anything_changes
 
 
 def trained(checkpoints: bool = False, **config: Any) -> list[Tensor]:
-    """Losses of three steps."""
+    """Train three steps and return their losses."""
     torch.manual_seed(1)
     model = tiny("llama")
     if checkpoints:
@@ -316,7 +314,7 @@ def test_ranks_along_tp_and_sp_have_their_heads_layouts(
         comm = rank.comm.lay_out(here)
         place = here.coordinates["tp"] * here.sp + here.coordinates["sp"]
         plan = choose(own, here.tp)
-        # Before the model attends by a layout that copies do not have, as an engine does
+        # `prove` comes first, as in the engine: the copies that it makes have no sparse layout.
         prove(own, plan)
         attend_sparsely(own, SparseAttention(layout, here.tp * here.sp, place))
         if here.tp > 1:

@@ -1,6 +1,4 @@
-"""Layouts beside tables made the slow way: a loop over rows that sets what DeepSpeed's kinds set,
-block by block.
-"""
+"""Layouts equal tables from a slow reference that sets DeepSpeed's blocks one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ Table = list[list[int]]
 
 
 def windows(table: Table, sizes: list[int]) -> None:
-    """Side by side; the last size repeats."""
+    """Set consecutive square windows along the diagonal; the last size repeats."""
     start, sizes = 0, list(sizes)
     while start < len(table):
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
@@ -88,7 +86,7 @@ def slow(layout: BlockLayout, head: int, blocks: int) -> Table:
         sliding(table, layout.num_sliding_window_blocks)
     if isinstance(layout, BigBird):
         seen_by_all(table, 0, layout.num_global_blocks, 0, True)
-    # The blocks of the future that DeepSpeed's Fixed and Variable leave are ours to drop
+    # DeepSpeed's Fixed and Variable keep some future blocks, which this library drops.
     if causal:
         table = [
             [seen * (column <= row) for column, seen in enumerate(line)]

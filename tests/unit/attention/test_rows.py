@@ -1,4 +1,4 @@
-"""The kernel by tiles beside attention by definition: values, gradients, memory and bits."""
+"""The tiled kernel against reference attention: values, gradients, memory and determinism."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_the_same_inputs_give_the_same_bits_and_other_layouts_other_numbers() ->
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that an operation stored."""
+    """Record the largest number of elements in the output of an operation."""
 
     numel = 0
 
@@ -215,7 +215,7 @@ def test_65536_tokens_with_a_window_take_128_mib_beyond_the_inputs() -> None:
     with trace.recording():
         out = attend(query, key, value, Pattern.of(None, is_causal=True, window=512))
         torch.autograd.grad(out, (query, key, value), grad.detach())
-    assert 64 << 20 < trace.peak_bytes <= 128 << 20  # the output and three gradients take 64
+    assert 64 << 20 < trace.peak_bytes <= 128 << 20  # The output and three gradients take 64 MiB.
 
 
 def test_plans_are_shared_by_equal_layouts_and_by_no_others() -> None:

@@ -1,4 +1,4 @@
-"""Blocks chosen by content: which are chosen, by a slow rule, and attention over them."""
+"""Blocks selected by content equal a slow reference; so does the attention over them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.attention.dense import apart, dense, tensors, with_gradients
 def slow(
     query: Tensor, key: Tensor, block: int, blocks: int, tile: int, heads: list[int]
 ) -> list[set[int]]:
-    """Which blocks each tile chooses for some heads of queries together, of one head of keys."""
+    """Return the blocks that each tile of queries selects for `heads`, which share one key head."""
     chosen, length = [], query.shape[1]
     for start in range(0, length, tile):
         own = start // block
