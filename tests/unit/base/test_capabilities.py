@@ -1,4 +1,4 @@
-"""Which way each rank took, in one record."""
+"""One record lists the implementation that each rank uses for a feature."""
 
 from __future__ import annotations
 

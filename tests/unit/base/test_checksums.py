@@ -1,4 +1,4 @@
-"""A sum for each MiB of a tensor's memory tells when a bit of it differs, wherever that is."""
+"""Checksums per MiB of a tensor's memory detect a change of any bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_there_is_a_sum_for_each_mebibyte(dtype: torch.dtype, nbytes: int) -> No
 @pytest.mark.parametrize("start", [0, 1, 5])
 def test_any_bit_changes_only_the_checksum_of_its_block(numel: int, start: int) -> None:
     memory = torch.randint(0, 255, (start + numel,), dtype=torch.uint8)
-    values = memory[start:]  # words need not begin where the memory does
+    values = memory[start:]  # words may start at an unaligned address
     before = block_sums(values)
     generator = torch.Generator().manual_seed(numel + start)
     places = torch.randint(0, numel, (6,), generator=generator).tolist()

@@ -1,6 +1,4 @@
-"""Private names of torch that the house leans on: each test fails loudly when torch moves one of
-them.
-"""
+"""The private names of torch on which this library depends still exist and work as expected."""
 
 from __future__ import annotations
 
@@ -89,9 +87,8 @@ def test_a_transform_of_torch_func_is_detected_and_exited() -> None:
         seen.append(in_torch_func())
         with outside_torch_func():
             seen.append(in_torch_func())
-            assert (
-                torch.zeros(1).add(1).data_ptr()
-            )  # a plain tensor: one of the transform's has no memory
+            # Inside the transform, a tensor would have no data pointer.
+            assert torch.zeros(1).add(1).data_ptr()
         return value.square().sum()
 
     torch.func.grad(square)(torch.ones(2))
@@ -130,7 +127,7 @@ def test_torchs_schedules_check_whether_the_optimizer_was_called() -> None:
     optimizer = torch.optim.SGD([torch.ones(1)])
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     mark_stepped(optimizer)
-    # Warns, which is an error here, where torch takes the optimizer for one that was not called
+    # Torch warns if it considers the optimizer not called; warnings are errors in these tests.
     schedule.step()
 
 
@@ -200,9 +197,8 @@ def test_fake_tensors_have_shapes_and_no_values() -> None:
     assert product.shape == (2, 5)
     assert type(product) is not torch.Tensor
     view = torch.ones(2, 3)
-    assert (
-        view.t().untyped_storage() is view.untyped_storage()
-    )  # pipeline/chain.py tells memory apart so
+    # The pipeline (chain.py) relies on this to tell storages apart.
+    assert view.t().untyped_storage() is view.untyped_storage()
 
 
 def test_a_module_lists_its_parameters_and_persistent_buffers() -> None:
@@ -336,7 +332,7 @@ def test_the_devices_numbers_are_sane(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_resident_set_grows_with_memory_that_is_touched() -> None:
     before = allocated_bytes(torch.device("cpu"))
-    # The C library may have kept pages of its own
+    # The C library may have kept freed pages for reuse.
     held = private_pages(16 << 20, torch.float32).fill_(1.0)
     assert allocated_bytes(torch.device("cpu")) - before > 0.9 * held.nbytes
 

@@ -1,4 +1,4 @@
-"""What a process does as it ends, for threads that are behind."""
+"""At its end, a process waits for threads that are still running."""
 
 from __future__ import annotations
 

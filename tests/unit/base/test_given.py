@@ -25,7 +25,7 @@ from deepseek_zero.compat.deepspeed.zero_to_fp32 import (
 )
 
 URL = "s3://bucket/run"
-PATH = Path(URL)  # pathlib joins the slashes: s3:/bucket/run
+PATH = Path(URL)  # pathlib collapses the slashes to s3:/bucket/run
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "steps_per_print": None}
 
 

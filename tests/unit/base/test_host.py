@@ -1,4 +1,4 @@
-"""NUMA nodes and limits of a host, read from folders in place of /sys and /proc."""
+"""NUMA nodes and limits of a host, read from files that replace /sys and /proc."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fake_host import GPU, NODES, files_of, two_nodes
 
 GROUP = "sys/fs/cgroup"
 VERSION_1 = f"{GROUP}/cpu/cpu.cfs"
-NO_LIMIT = str(9223372036854771712)  # of version 1
+NO_LIMIT = str(9223372036854771712)  # value for "no limit" in cgroup version 1
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_pages_of_a_buffer_of_this_process_are_found() -> None:
 @pytest.mark.parametrize(
     ("texts", "expected"),
     [
-        # A container of version 2, whose root is its own group
+        # A container with cgroup version 2 whose root is its own group.
         (
             {
                 "proc/self/cgroup": "0::/",
@@ -100,7 +100,7 @@ def test_pages_of_a_buffer_of_this_process_are_found() -> None:
             },
             CgroupMemory(2, 1000, 300),
         ),
-        # A job of version 2: the group above it has fewer bytes left
+        # A job with cgroup version 2 whose parent group has fewer bytes left.
         (
             {
                 "proc/self/cgroup": "0::/jobs/7",
@@ -119,7 +119,7 @@ def test_pages_of_a_buffer_of_this_process_are_found() -> None:
             },
             None,
         ),
-        # Version 1, next to a version 2 without the controller
+        # Cgroup version 1 next to a version 2 that lacks the controller.
         (
             {
                 "proc/self/cgroup": "4:cpu,memory:/a/b\n1:name=systemd:/c\n0::/",
@@ -130,7 +130,7 @@ def test_pages_of_a_buffer_of_this_process_are_found() -> None:
             },
             CgroupMemory(1, 1000, 900),
         ),
-        # A container of version 1 that cannot see the folder of its own group
+        # A container with cgroup version 1 that cannot see the directory of its own group.
         (
             {
                 "proc/self/cgroup": "4:memory:/docker/0123",

@@ -1,6 +1,4 @@
-"""Who sees the library's lines: everybody by default, and whoever configures logging as he
-configured it.
-"""
+"""The library logs to stderr by default, and a program's logging configuration takes precedence."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ DEEPSPEED = (
     "deepspeed"
 )
 QUIET = "logging.getLogger('deepseek_zero')"
-# what a program does -> what it sees of the library's lines on stderr
+# Maps each program to the library's lines that it prints on stderr.
 PROGRAMS = {
     "imports everything and looks": (
         f"""

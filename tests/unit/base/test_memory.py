@@ -1,4 +1,4 @@
-"""Memory of our own: pages that come and go, and what the C library keeps."""
+"""Memory mapped by this library, and the memory that the C library keeps after a free."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ def test_holes_in_the_heap_are_returned_and_live_memory_is_kept() -> None:
         [sys.executable, "-c", HOLES], cwd=root, text=True
     ).split()
     assert float(total) == 20 * 8
-    assert int(after) <= min(int(before), 24)  # one tensor, and what lies on top
+    assert int(after) <= min(int(before), 24)  # one tensor and the top of the heap
 
 
 def test_pages_in_the_page_cache_are_detected_without_reading(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(2 * PAGE + 5))
-    os.truncate(path, 8 * PAGE)  # nobody has looked at what follows
+    os.truncate(path, 8 * PAGE)  # extends the file with pages that are not cached
     with path.open("rb") as file:
         assert is_cached(file.fileno(), 0, 2 * PAGE + 5) and is_cached(
             file.fileno(), PAGE, 2 * PAGE

@@ -1,4 +1,4 @@
-"""The arithmetic of named axes, for any rank of any world, without a process group."""
+"""Arithmetic of named mesh axes for any rank and world size, without a process group."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_invalid_meshes_are_named(value: Any, words: str) -> None:
 
 
 def test_any_rank_of_a_thousand_is_planned_quickly() -> None:
-    began = time.thread_time()  # the machine may be busy with others
+    began = time.thread_time()  # CPU time, because the machine may be busy
     for rank in range(1024):
         mesh = Mesh(pp=4, dp_replicate=4, tp=8).on_world(1024, rank)
         assert mesh.shard_size == 8

@@ -1,4 +1,4 @@
-"""The clock of phases: one at a time, and the first step is left out."""
+"""The meter measures one phase at a time and excludes the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which address of a host others reach, and where a process listens."""
+"""The address at which other hosts reach this host, and the listening interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEANT = {"h0": "127.0.1.1", "h1": "10.77.0.2", network._FAR: "10.77.0.1"}
 
 @pytest.fixture
 def on_h0(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A Debian host: its own name means loopback there. What its interfaces have."""
+    """Imitate a Debian host whose own name resolves to loopback, and return its interfaces."""
     interfaces = {"lo": "127.0.0.1", "v0": "10.77.0.1"}
     for name in (INTERFACE, GLOO_INTERFACE):
         monkeypatch.delenv(name, raising=False)

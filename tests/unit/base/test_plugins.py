@@ -1,4 +1,4 @@
-"""Packages above the core add modules and names to it, and a name that nothing adds is an error."""
+"""Packages above the core add modules and names to it; unknown names raise an error."""
 
 from __future__ import annotations
 

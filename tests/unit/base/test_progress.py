@@ -1,6 +1,4 @@
-"""Long work shows how far it is and how fast: nothing if it is short, then log lines, on a terminal
-one line.
-"""
+"""Long work reports its progress and rate in log lines or, on a terminal, in one line."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from tests.models import Gpt, seeded
 
 
 class Clock:
-    """Seconds that the test moves on; `step` more at each look."""
+    """A clock that the test sets; each reading advances it by `step` seconds."""
 
     def __init__(self, step: float = 0.0) -> None:
         self.now, self.step = 1000.0, step
@@ -139,7 +137,7 @@ def test_an_engine_shows_each_long_part_of_its_start_its_first_step_and_its_file
     for _ in range(2):
         engine.backward(engine(tokens, tokens))
         engine.step()
-    engine.state_dict()  # makes what is deferred
+    engine.state_dict()  # runs the deferred updates
     shown = {line.partition(":")[0] for line in lines}
     assert shown == {*start, "first forward pass", "first backward pass", "first update"}
     assert sum("100%" in line for line in lines if line.startswith("first update")) == 1

@@ -1,4 +1,4 @@
-"""Ranks agree on a prefix that no earlier start has used, whatever that one left in the store."""
+"""Ranks agree on a store prefix that no earlier start has used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ SOON = timedelta(seconds=20)
 
 
 def agree(store: Any, size: int, late: dict[int, float] | None = None) -> list[str]:
-    """Let `size` ranks agree, each in a thread. late: seconds after which a rank starts."""
+    """Let `size` ranks agree on a prefix, each in its own thread.
+
+    `late` maps a rank to the seconds after which it starts.
+    """
 
     def one(rank: int) -> str:
         time.sleep((late or {}).get(rank, 0.0))
@@ -76,13 +79,14 @@ def test_the_rank_0_of_an_earlier_start_is_replaced(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_second_rendezvous_of_rank_0_does_not_take_ranks_from_the_first() -> None:
-    """Rank 1 looks for the last time after rank 0 has begun the second one and answered the old
-    nonce again.
+    """Rank 1 makes its last check after rank 0 has started the second rendezvous.
+
+    By then, rank 0 has answered the old nonce again.
     """
     inner = dist.HashStore()
 
     class Delayed:
-        """Delays rank 1 between its look at the answer and its look at the end."""
+        """A store that delays rank 1 between reading the answer and checking for completion."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(inner, name)

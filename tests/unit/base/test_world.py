@@ -1,4 +1,4 @@
-"""The world that the environment variables of each launcher describe, and what is refused."""
+"""Each launcher's environment variables describe a world; invalid combinations are refused."""
 
 from __future__ import annotations
 
@@ -549,7 +549,7 @@ def test_gpus_are_shared_if_a_host_has_more_ranks_than_gpus(
 def test_torch_gets_the_gpu_of_an_nccl_group(
     backend: str, device_id: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it warns at each barrier that it guesses one."""
+    """Without a device, torch warns at each barrier that it guesses one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -561,24 +561,24 @@ def test_torch_gets_the_gpu_of_an_nccl_group(
         mesh.dist, "init_process_group", lambda *_, **given: told.append(given["device_id"])
     )
     mesh.init_distributed(backend, store_of=lambda: None)
-    init_distributed(backend)  # DeepSpeed's
+    init_distributed(backend)  # DeepSpeed's function
     init_distributed(backend, init_method="file:///tmp/none", rank=1, world_size=2)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *PLACE):
         monkeypatch.delenv(name)
     monkeypatch.setenv("DEEPSEEK_ZERO_DEVICE", "cuda")
-    init_distributed(backend)  # a group of one
+    init_distributed(backend)  # a group of one rank
     expected = None if device_id is None else torch.device(device_id)
     assert told[:2] == [expected, expected]
     assert [each is None for each in told] == [device_id is None] * len(told) and len(told) >= 4
 
 
 class EveryoneOfMpi:
-    """mpi4py's COMM_WORLD, on one of two ranks."""
+    """Imitate mpi4py's COMM_WORLD on one of two ranks."""
 
     def __init__(self, rank: int, size: int = 2) -> None:
         self.rank, self.size = rank, size
 
-    def Get_rank(self) -> int:  # MPI's name
+    def Get_rank(self) -> int:  # name in mpi4py
         return self.rank
 
     def Get_size(self) -> int:
@@ -679,10 +679,12 @@ def test_a_pod_with_a_world_but_no_rank_is_refused() -> None:
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("launchers.json").read_text())
 
 
-FIRST, LOGIN = "10.77.0.1", "10.77.0.3"  # rank 0's host; the one that some commands were given on
+# Rank 0's host, and the host on which some commands were run
+FIRST, LOGIN = "10.77.0.1", "10.77.0.3"
 
 
-# The source of a world and where its ranks meet; None: they are told to set MASTER_ADDR.
+# Launcher and rendezvous address of each case; the address is None if MASTER_ADDR must be set.
+# Rank 0 detects that this is not its own address.
 WORLDS: dict[str, tuple[str, str | None]] = {
     "torchrun": ("RANK and WORLD_SIZE", "h0"),
     "Open MPI on one host": ("Open MPI", "127.0.0.1"),
@@ -690,7 +692,7 @@ WORLDS: dict[str, tuple[str, str | None]] = {
     "Open MPI on two hosts, from a third": (
         "Open MPI",
         LOGIN,
-    ),  # rank 0 finds that it is not its own
+    ),
     "MPICH on one host": ("MPICH or Intel MPI", "127.0.0.1"),
     "MPICH on two hosts": ("MPICH or Intel MPI", None),
     "MPICH with a meeting place": ("MPICH or Intel MPI", FIRST),
