@@ -1,4 +1,4 @@
-"""Cells have names that can be read back, and sizes that say how large the model is."""
+"""Names of benchmark cells are parsed, and model sizes match their names."""
 
 from __future__ import annotations
 

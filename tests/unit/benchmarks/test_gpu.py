@@ -1,4 +1,4 @@
-"""benchmarks/gpu: ready for a GPU, its arithmetic checked without one."""
+"""The code of benchmarks/gpu that runs without a GPU: sizes, FLOPs, figures and dry runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_largest_is_the_last_before_the_first_that_does_not_fit() -> None:
     assert largest(LADDERS["ours"], fits) is None
 
 
-@pytest.mark.slow  # `make slow`; make gpu-dry-run runs the same models
+@pytest.mark.slow  # runs in `make slow`; `make gpu-dry-run` uses the same models
 def test_the_tiers_dry_run_uses_all_memories_and_reports_its_clipping() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT.with_name("tiers.py")), "--dry-run", "--steps", "1"],
@@ -54,8 +54,8 @@ def test_flops_are_those_of_the_products_that_torch_counts() -> None:
     tokens = torch.randint(0, VOCABULARY, (2, 32))
     with FlopCounterMode(display=False) as counter:
         Model(size)(tokens, tokens).backward()
-    # The counter knows no attention kernel of the CPU's: two products, of which a causal mask
-    # leaves half, three times.
+    # FlopCounterMode does not count the CPU's attention kernel. It has two products, which count
+    # once in forward and twice in backward; the causal mask halves them.
     attention = 3 * 2 * 2 * size.shape.layers * size.context * size.shape.width * size.tokens / 2
     assert counter.get_total_flops() == size.flops - attention
 
@@ -76,7 +76,7 @@ def test_figures_are_ratios_of_medians_and_list_what_did_not_fit() -> None:
     assert found["ours-3"]["tokens_per_second"] == 8 * 1024 / 2
 
 
-@pytest.mark.slow  # `make slow`; make gpu-dry-run runs the same models
+@pytest.mark.slow  # runs in `make slow`; `make gpu-dry-run` uses the same models
 def test_it_runs_dry_without_a_gpu() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--dry-run"],

@@ -1,4 +1,4 @@
-"""Growth compares like with like: as many silent ranks, and the cost of one unit."""
+"""The growth benchmark compares steps of equally many ranks and computes the cost of one unit."""
 
 from __future__ import annotations
 

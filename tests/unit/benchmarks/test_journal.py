@@ -1,6 +1,4 @@
-"""Results are written run by run, gone on from, and never mixed with those of other code or another
-machine.
-"""
+"""The journal resumes after recorded results and never mixes code versions or machines."""
 
 from __future__ import annotations
 

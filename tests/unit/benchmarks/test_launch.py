@@ -1,4 +1,4 @@
-"""A run that goes wrong becomes a record that says why, and leaves no process behind."""
+"""A failed run is recorded with its cause and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.systems import SYSTEMS, Entry
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What a rank runs instead of the worker: a script of the test."""
+    """Return the path of a script that the ranks run instead of the worker."""
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\n")
     script.chmod(0o755)
@@ -38,13 +38,13 @@ def test_a_run_that_takes_too_long_is_ended_with_all_it_started(
     program: Path, tmp_path: Path
 ) -> None:
     program.write_text(f'#!/bin/sh\nsleep 600 &\necho $! >> "{tmp_path}/children"\nwait\n')
-    # Time enough to start a shell, on a busy machine too
+    # Long enough to start a shell on a busy machine.
     record = launch(Run("tiny-fp32", "ddp", timeout=4.0))
     assert record["failed"].startswith("not done after 4 s")
     children = (tmp_path / "children").read_text().split()
     assert len(children) == 2
     deadline = time.monotonic() + 20
-    # The kernel ends a killed process in its time
+    # The kernel may need some time to end a killed process.
     while any(map(is_alive, children)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(is_alive, children))

@@ -1,4 +1,4 @@
-"""The search for the longest sequence: within an eighth, in few trials, and once each."""
+"""The search finds the longest sequence within an eighth, in few trials without repetition."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ LIMIT = 3 << 30
 
 
 def trials_of(base: int, each: int, journal: Path | None = None) -> tuple[Trials, list[int]]:
-    """Trials of a process that holds `base` bytes and `each` for a token, and the lengths that were
-    run.
+    """Return trials of a simulated process and the list of sequence lengths that were run.
+
+    The process needs `base` bytes plus `each` bytes per token.
     """
     found, run = Trials("a way", {}, LIMIT, journal), list[int]()
 

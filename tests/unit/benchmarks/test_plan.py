@@ -1,4 +1,4 @@
-"""Plans fit their time, want first what the goals compare, and make no run twice."""
+"""Benchmark plans fit their time limit, run the goals' comparisons first and repeat no run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REQUEST = Request([FAST, SLOW], list(SYSTEMS))
 
 
 def record(cell: Cell, system: str, seconds: float, **changes: Any) -> Mapping[str, Any]:
-    """A timed run of five steps, ten seconds of start included."""
+    """Return the record of a timed run with five steps and a start of ten seconds."""
     known = {
         "cell": cell.name,
         "system": system,
@@ -75,7 +75,7 @@ def test_the_first_pass_fits_its_time_and_names_what_it_leaves_out(minutes: floa
 def test_without_a_limit_everything_runs_with_all_configured_steps() -> None:
     runs, left_out = first_pass(REQUEST, FLOORS, float("inf"))
     assert not left_out
-    assert len(runs) == 2 * (len(PRIORITY) - 1)  # the floors are recorded
+    assert len(runs) == 2 * (len(PRIORITY) - 1)  # the floors are already recorded
     assert {run.steps for run in runs if run.kind == "time"} == {5}
 
 

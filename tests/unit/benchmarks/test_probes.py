@@ -1,4 +1,4 @@
-"""The kernel's files are read right, and a peak is seen."""
+"""Probes parse the kernel's files correctly and record the peak of memory."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_a_peak_that_has_passed_is_still_measured() -> None:
     size = 64 * 2**20
     before = memory_now()["uss"]
     with Peak(interval=0.005) as peak:
-        # The C library may have kept pages of its own
+        # The C library may have kept freed pages for reuse.
         block = private_pages(size, torch.uint8).fill_(1)
         deadline = time.monotonic() + 20.0
         while peak.highest["uss"] < before + 0.9 * size and time.monotonic() < deadline:
-            time.sleep(0.01)  # it looks on a thread of its own
+            time.sleep(0.01)  # the probe samples in its own thread
         del block
     assert peak.highest["uss"] >= before + 0.9 * size
     assert peak.highest["rss"] >= peak.highest["uss"]

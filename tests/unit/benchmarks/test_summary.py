@@ -1,4 +1,4 @@
-"""Rows say what the runs say; a system with other losses is wrong and never the fastest."""
+"""Rows summarize the runs; a system with different losses counts as wrong and never as fastest."""
 
 from __future__ import annotations
 

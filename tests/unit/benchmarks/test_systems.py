@@ -1,4 +1,4 @@
-"""The systems that need no other rank train right, and every name of the table can be built."""
+"""Single-process systems train correctly, and every registered system has its file."""
 
 from __future__ import annotations
 

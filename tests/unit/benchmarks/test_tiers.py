@@ -1,4 +1,4 @@
-"""benchmarks/tiers.py and huge.py: their pages, from figures made up here."""
+"""The pages of benchmarks/tiers.py and huge.py, written from made-up figures."""
 
 from __future__ import annotations
 
