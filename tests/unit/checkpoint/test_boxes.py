@@ -1,6 +1,4 @@
-"""A range of a part is boxes of the whole parameter, and parts are put together from any other
-parts.
-"""
+"""A range of a part maps to boxes of the whole parameter; any part is assembled from others."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ SPLITS = {
     "inner": Split.even((2, 3, 4, 5), 2, 2),
     "vector": Split.even((9,), 0, 3),
 }
-WAYS = {  # of one parameter
+WAYS = {  # several splits of one parameter
     "rows": Split.even((6, 5), 0, 2),
     "whole": Split.whole("equal", (6, 5), 2),
     "columns": Split.even((6, 5), 1, 5),
@@ -46,7 +44,7 @@ over = pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 
 
 def numbered(shape: tuple[int, ...]) -> Tensor:
-    """Distinct values, none of them zero."""
+    """Return a tensor of distinct nonzero values."""
     return torch.arange(1.0, prod(shape) + 1).view(shape)
 
 
@@ -93,8 +91,9 @@ def test_a_part_is_read_from_flat_ranges_of_the_whole(split: Split) -> None:
 
 
 class Saved:
-    """A checkpoint of one weight, cut by a split and then into even slices, one of them in each
-    rank's file.
+    """A checkpoint of one weight that is split into parts and then into even slices.
+
+    Each rank's file contains one slice.
     """
 
     def __init__(self, folder: Path, split: Split, slices: int) -> None:
@@ -233,7 +232,7 @@ def test_boxes_cover_every_element_once_for_random_shapes_and_cuts(seed: int) ->
 
 
 def _assert_boxes_are_exact(shape: Shape, start: int, stop: int) -> None:
-    """A tensor of flat positions, read box by box, gives [start, stop) in order."""
+    """Check that the boxes of a tensor of flat positions yield the range [start, stop) in order."""
     positions = torch.arange(prod(shape)).reshape(shape)
     found: list[int] = []
     for offset, size, flat_start in flat_boxes(shape, start, stop):

@@ -1,5 +1,6 @@
-"""Which checkpoints are good, which is loaded, which go; on real folders, damaged in every way a
-disk knows.
+"""Checkpoints in a directory are verified, selected for loading and pruned.
+
+The tests damage real checkpoints in many ways.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.checkpoint.safetensors_file import read_header
 from tests.crash import flip
 
-# The communicator of a single rank
+# Communicator of a single rank.
 ALONE: Any = SimpleNamespace(rank=0, size=1, all_gather_text=lambda text, what: [text])
 
 RANK_0 = "rank_00000.safetensors"
@@ -58,7 +59,7 @@ def step(engine: Any) -> None:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three checkpoints of one run."""
+    """Save three checkpoints of one run."""
     directory = tmp_path_factory.mktemp("run")
     engine = build()
     for _ in range(3):
@@ -69,7 +70,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def directory(pristine: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Copy the checkpoints, so that a test can damage them."""
     return shutil.copytree(pristine, tmp_path / "run")
 
 
@@ -123,7 +124,7 @@ def spoil_the_manifest(folder: Path) -> None:
 
 
 def put_a_folder_where_the_manifest_was(folder: Path) -> None:
-    """As a broken disk does: it is there, and reading it is an error."""
+    """A broken disk has the same effect: the path exists, and reading it fails."""
     (folder / "manifest.json").unlink()
     (folder / "manifest.json").mkdir()
 
@@ -189,9 +190,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 def with_facts_of(monkeypatch: pytest.MonkeyPatch, folder: Path, run: str = "") -> None:
-    """Give the manifest what saves will write into it: checksums of the files as they are, and the
-    run.
-    """
+    """Patch the manifest with the checksums of the files and with `run`."""
     known = Manifest.read(folder / "manifest.json")
     for chunk in known.chunks:
         place = read_header(folder / chunk.file).locations[chunk.tensor_name]
@@ -199,7 +198,7 @@ def with_facts_of(monkeypatch: pytest.MonkeyPatch, folder: Path, run: str = "") 
             chunk, "crc", zlib.crc32((folder / chunk.file).read_bytes()[place.start : place.stop])
         )
     object.__setattr__(known, "run", run)
-    known.extra.pop("heads", None)  # headers are written again here, as an older version had them
+    known.extra.pop("heads", None)  # the test rewrites headers in an older format
     monkeypatch.setattr(Manifest, "read", lambda path: known)
 
 

@@ -26,7 +26,7 @@ class Stateful(nn.Module):
 
 
 def restored(state: Any) -> Any:
-    """What a second model has after the state of a first one went through a checkpoint."""
+    """Save `state` with one model, restore it into another one and return the result."""
     tensors: dict[str, torch.Tensor] = {}
     first = nn.Sequential(nn.Linear(2, 2), Stateful(state))
     stored = encode(extra_states(first), "trainer", tensors)

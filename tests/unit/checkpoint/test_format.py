@@ -1,4 +1,4 @@
-"""Plain values survive JSON, tensors beside it; anything else is named."""
+"""Plain values and tensors survive the JSON format; unsupported values raise an error."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_anything_else_is_named(value: Any, named: str) -> None:
 
 
 def test_persistent_buffers_are_those_of_a_state_dict() -> None:
-    """Fails loudly if torch renames the set it keeps them in."""
+    """Fails if torch renames its private set of non-persistent buffers."""
     net = nn.Sequential(nn.BatchNorm1d(2), nn.Module())
     net[1].register_buffer("kept", torch.ones(1))
     net[1].register_buffer("lost", torch.ones(1), persistent=False)

@@ -1,6 +1,4 @@
-"""The core knows no layout but its own by name: one that is registered is recognised, checked and
-opened.
-"""
+"""Registered foreign layouts are recognized, checked and opened; the library's own comes first."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ VALUES = b"1 2 3"
 
 
 class Plain(ForeignLayout):
-    """A file of numbers and one that says their checksum."""
+    """A layout with a file of numbers and a file with their checksum."""
 
     name, has_states = "plain", True
 

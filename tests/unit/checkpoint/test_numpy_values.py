@@ -1,6 +1,4 @@
-"""Each rank gets back the client_state that it passed, numpy's arrays too; other ranks get that of
-rank 0.
-"""
+"""Each rank restores its own client_state with numpy arrays; new ranks restore rank 0's."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def test_random_states_of_each_rank_are_restored(tmp_path: Path, stage: int, lay
     extras = {"best": np.float32(0.5), "table": np.arange(6).reshape(2, 3), "epoch": 3}
     save(tmp_path, stage, layout, lambda rank: {"numpy": states[rank].get_state(), **extras})
     expected = [state.rand(3) for state in states]
-    has_own = stage > 0 or layout == "slices"  # DeepSpeed's stage 0 has a file of rank 0 alone
+    has_own = stage > 0 or layout == "slices"  # DeepSpeed's stage 0 writes a file only on rank 0
     for rank, client in enumerate(load(tmp_path, 2, stage, layout)):
         again = np.random.RandomState()
         again.set_state(client["numpy"])

@@ -1,6 +1,4 @@
-"""A checkpoint of any mesh is read by any other, and files for others are the same bytes on all of
-them.
-"""
+"""A checkpoint of any mesh is loaded on any other, and exports are identical on all meshes."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ POLICIES = {"fp32": Policy(), "bf16": Policy(torch.bfloat16, auto_cast=True)}
 
 
 class Engine:
-    """A piece of the model on one rank, sharded, and its optimizer."""
+    """One rank's sharded part of the model and its optimizer."""
 
     def __init__(
         self, rank: Rank, mesh: Mesh, stage: int, dtype: str, seed: int = 5, *, pads: bool = True
@@ -81,7 +79,7 @@ def _size(mesh: Mesh) -> int:
 
 
 def states_in(folder: Path) -> dict[str, Tensor]:
-    """Every weight and moment of a checkpoint, whole, by kind, name and key."""
+    """Return every weight and moment of a checkpoint as a whole tensor by kind, name and key."""
     found: dict[str, Tensor] = {}
     with ExitStack() as stack:
         source = open_checkpoint(folder, None, stack)
@@ -113,7 +111,7 @@ def different(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 
 @cache
 def _folder(root: Path, name: str, stage: int, dtype: str) -> Path:
-    """A checkpoint after two steps on a mesh, made once for each test session's folder."""
+    """Return a checkpoint after two steps on a mesh; each test session creates it only once."""
 
     def body(rank: Rank) -> None:
         engine = Engine(rank, MESHES[name], stage, dtype)
@@ -130,7 +128,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SEVERAL = [name for name in MESHES if name != "one"]
-# Each mesh is loaded on three others, and "one" on all, with every stage and dtype among them.
+# Each mesh is loaded on three others and "one" on all; every stage and dtype occurs.
 PAIRS = [
     (saved, loaded)
     for k, saved in enumerate(MESHES)
@@ -166,7 +164,7 @@ def test_any_mesh_resumes_from_any_other(
 
     def body(rank: Rank) -> Any:
         engine = Engine(rank, MESHES[loaded], stage, dtype, seed=8)
-        engine.train(5, 6)  # what is loaded replaces all of it
+        engine.train(5, 6)  # loading must overwrite all of this
         found = load_slices(folder.parent, folder.name, engine.contents, LoadSettings())
         save(tmp_path, "again", engine.contents, SaveSettings())
         engine.train(2, 3)
@@ -278,7 +276,8 @@ def test_each_rank_has_its_part_and_the_rank_that_writes_it() -> None:
         (None, False),
         (None, False),
     ]
-    assert [each["embed.scale"][1] for each in found] == [False] * 4  # another stage's to write
+    # Another pipeline stage writes this weight.
+    assert [each["embed.scale"][1] for each in found] == [False] * 4
     assert {each["embed.weight"][2] for each in found} == {(11, 8)}
     assert found[0]["blocks.0.kv"][0] == found[1]["blocks.0.kv"][0] != found[2]["blocks.0.kv"][0]
 

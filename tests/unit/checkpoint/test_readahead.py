@@ -1,4 +1,4 @@
-"""Spans of files arrive in order and whole, by whichever way a disk is read."""
+"""Spans of files arrive complete and in order with every method of reading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUM_BYTES = 3 * 4096 + 77
 def file(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[int, bytes]]:
-    """A descriptor and what is in its file."""
+    """Return a file descriptor and the content of its file."""
     data = random.Random(1).randbytes(NUM_BYTES)
     path = tmp_path / "file"
     path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""A rank's file: readable by safetensors, written in bounded memory, private."""
+"""A rank's file is private, is readable by safetensors and is written in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = {"run": "a1", "rank": "0"}
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """The checksums by name."""
+    """Write tensors and return their checksums by name."""
     infos = [TensorInfo(name, tuple(each.shape), each.dtype) for name, each in tensors.items()]
     header = encode_header(infos, RUN)
     writer = StreamingWriter(path, len(header) + sum(info.nbytes for info in infos))

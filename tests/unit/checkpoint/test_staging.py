@@ -1,4 +1,4 @@
-"""Processes that create the same output wait for each other."""
+"""Processes that write the same output wait for each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of other libraries' optimizers: classes named as torch's, tensor subclasses, objects."""
+"""States of third-party optimizers: torch's class names, tensor subclasses and objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, RANKS = 64, 2
 
 
 class Rounded(Tensor):
-    """A tensor of int8 codes and a scale, as torchao's states are."""
+    """A tensor of int8 codes and a scale, like the states of torchao."""
 
     codes: Tensor
     scale: Tensor
@@ -51,7 +51,7 @@ class Rounded(Tensor):
 
 
 class Coded(torch.optim.Optimizer):
-    """Momentum in int8, made in the first step."""
+    """An optimizer with int8 momentum that is created in the first step."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.1, block: int = 1) -> None:
         super().__init__(params, {"lr": lr, "block": block, "calls": 0})
@@ -75,7 +75,7 @@ class Coded(torch.optim.Optimizer):
 
 
 class AdamW(torch.optim.Optimizer):
-    """Has the name of torch's class and other states, like bitsandbytes' AdamW."""
+    """An optimizer with the name but not the states of torch's class, like bitsandbytes' AdamW."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -100,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class Projector:
-    """An object that no checkpoint can hold."""
+    """An object that cannot be stored in a checkpoint."""
 
 
 class WithObject(AdamW):
