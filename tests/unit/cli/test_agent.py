@@ -1,6 +1,4 @@
-"""Where launchers meet: at which address node 0's store listens, and what a node says that does not
-reach it.
-"""
+"""The rendezvous of launchers: the address of node 0's store, and errors of unreachable nodes."""
 
 from __future__ import annotations
 
@@ -92,6 +90,6 @@ def test_without_the_package_for_tls_a_launcher_starts_no_rank(
     monkeypatch.setenv(TLS, "1")
     monkeypatch.setitem(sys.modules, "cryptography", None)
     monkeypatch.delitem(sys.modules, "cryptography.x509", raising=False)
-    monkeypatch.setattr(agent, "Ranks", None)  # a rank that started would fail the test
+    monkeypatch.setattr(agent, "Ranks", None)  # starting a rank fails the test
     with pytest.raises(UsageError, match=r"pip install cryptography"):
         agent.run_ranks(NodePlan(NodeShare(1), nodes), Command(Target.SCRIPT, "train.py"), {})

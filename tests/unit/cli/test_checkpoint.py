@@ -1,6 +1,4 @@
-"""`deepseek-zero checkpoint ...`: what it says, as a table and as data, and the codes it ends
-with.
-"""
+"""`deepseek-zero checkpoint ...`: output as a table and as JSON, and exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three checkpoints of a small bf16 run."""
+    """Save three checkpoints of a small bf16 run."""
     directory = tmp_path_factory.mktemp("run")
     engine, *_ = deepseek_zero.initialize(model=model(), config=CONFIG)
     for _ in range(3):
@@ -112,9 +110,7 @@ def test_one_checkpoint_is_shown_with_its_tensors_and_its_plan(directory: Path) 
 
 
 def rewrite(folder: Path, **extra: Any) -> None:
-    """Write the manifest of a checkpoint again with other values in `extra`; None: without this
-    one.
-    """
+    """Rewrite the manifest of a checkpoint with other values in `extra`; None removes a value."""
     manifest = Manifest.read(folder / MANIFEST)
     manifest.extra = {
         name: value for name, value in (manifest.extra | extra).items() if value is not None
@@ -233,7 +229,7 @@ def test_such_an_error_ends_the_command_with_code_2(monkeypatch: pytest.MonkeyPa
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    """What a folder of safetensors, such a file or a torch file holds."""
+    """Return the tensors of a safetensors directory, a safetensors file or a torch file."""
     if path.is_file() and path.suffix != ".safetensors":
         return torch.load(path, weights_only=True)
     paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
@@ -242,7 +238,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def forms(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same states in every layout that the library writes."""
+    """Save the same states in every layout that the library writes."""
     out = tmp_path_factory.mktemp("forms")
     engine, *_ = deepseek_zero.initialize(
         model=model(), config=CONFIG | {"checkpoint": {"layout": "deepspeed"}}

@@ -1,4 +1,4 @@
-"""What the doctor finds, as a table and as data."""
+"""The findings of `deepseek-zero doctor` as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_world_and_its_source_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nodes_of_workers_and_of_pages_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchtitan#3489: update threads migrated between NUMA nodes, and nothing showed it."""
+    """Regression test for torchtitan#3489: update threads migrated between NUMA nodes unnoticed."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
     fake_host.install(monkeypatch, fake_host.two_nodes(tmp_path, ("0-7", "8-15")))
     pages = "0 default anon=2048 N0=512 N1=1536 kernelpagesize_kB=4"

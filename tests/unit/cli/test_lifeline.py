@@ -1,4 +1,4 @@
-"""When the launcher's streams say that whoever started it is gone."""
+"""The launcher detects from its standard streams that its parent is gone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepseek_zero.cli.lifeline import STREAMS, Lifeline, are_closed, is_connect
 
 @pytest.fixture
 def ends() -> tuple[int, int]:
-    """A pipe's reading and writing ends."""
+    """Return the read end and the write end of a pipe."""
     return os.pipe()
 
 
@@ -42,8 +42,9 @@ def test_output_without_a_reader_is_closed(ends: tuple[int, int]) -> None:
 def test_an_input_that_ends_does_not_close_the_output_over_the_same_socket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`ssh -n host command 2>&1`: sshd gives one socket for all three streams, and shuts its own
-    side for writing.
+    """`ssh -n host command 2>&1` leads to this state.
+
+    sshd uses one socket for all three streams and shuts down its own side for writing.
     """
     ours, theirs = socket.socketpair()
     copy = os.dup(ours.fileno())
@@ -69,7 +70,8 @@ def test_a_file_a_terminal_and_null_are_no_connection() -> None:
 def test_streams_that_a_launcher_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     connected = {0, 1, 2}
     monkeypatch.setattr(lifeline, "is_connected", connected.__contains__)
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
+    # The test suite itself may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         assert Lifeline.of_this_process(needs_input=True).streams == (0,)
         assert Lifeline.of_this_process(needs_input=False).streams == STREAMS
@@ -105,8 +107,8 @@ HEARS = "import signal; signal.signal(signal.SIGHUP, signal.default_int_handler)
     ("args", "closed", "code"),
     [
         (["60"], "all", 3),
-        (["2"], "input", 7),  # as `ssh -n`, cron and CI begin
-        (["2"], "output", 7),  # the input is still open
+        (["2"], "input", 7),  # `ssh -n`, cron and CI start with a closed input
+        (["2"], "output", 7),  # the input stays open
         (["60", "asked"], "input", 3),
     ],
 )

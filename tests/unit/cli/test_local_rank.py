@@ -1,4 +1,4 @@
-"""Which scripts are given --local_rank=N."""
+"""The launcher passes --local_rank=N only to scripts that accept it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes a launch starts on this machine, by its options, GPUs and CPU cores."""
+"""Options, GPUs and CPU cores determine which processes a launch starts on this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What launchers of several machines hear of each other, and that none of them waits for a store
-that is silent.
-"""
+"""Launchers on several machines exchange failures and never block on an unresponsive store."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from deepseek_zero.cli import peers
 from deepseek_zero.cli.peers import PeerWatch
 from deepseek_zero.cli.ranks import Outcome
 
-PATIENCE = 20.0  # seconds; this process may stand still for a while at any moment
+PATIENCE = 20.0  # in seconds; the test process may be suspended for a while
 
 
 class Clock:
-    """The launchers' clock, which stands still until a test moves it."""
+    """A clock that stands still until a test moves it; it replaces the launchers' clock."""
 
     now = 1000.0
 
@@ -34,9 +32,12 @@ class Table:
 
 
 class Line:
-    """One node's way to it, which can be cut, so that who asks waits, or broken."""
+    """One node's connection to the store.
 
-    made: ClassVar[list[Line]] = []  # by a test
+    A test can cut it, which blocks all calls, or break it, which makes them raise an error.
+    """
+
+    made: ClassVar[list[Line]] = []  # by the current test
 
     def __init__(self, table: Table) -> None:
         self.made.append(self)
@@ -49,7 +50,7 @@ class Line:
         self.is_open.set()
 
     def cut(self) -> None:
-        """Return when its node waits."""
+        """Block all calls, and return when the node waits in one."""
         self.is_waited_for.clear()
         self.is_open.clear()
         assert self.is_waited_for.wait(PATIENCE)
@@ -84,7 +85,7 @@ def in_haste(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         peers, "time", SimpleNamespace(monotonic=lambda: Clock.now, sleep=time.sleep)
     )
     yield
-    for line in Line.made:  # or their threads would ask for as long as the tests run
+    for line in Line.made:  # ends the threads that would otherwise poll until the last test
         line.is_broken = True
         line.is_open.set()
     Line.made.clear()
@@ -104,7 +105,7 @@ def two(dead_after: float) -> tuple[list[PeerWatch], list[Line]]:
 
 
 def cut_off_second(watches: list[PeerWatch], lines: list[Line]) -> None:
-    """Cut the second node's line, and return when the first has seen all that the second wrote."""
+    """Cut the second node's connection, and wait until the first node has read its writes."""
     lines[1].cut()
     assert within(
         PATIENCE, lambda: watches[0]._seen[1][0] == lines[0]._texts[f"{peers.ALIVE_KEY}/1"]
@@ -112,7 +113,10 @@ def cut_off_second(watches: list[PeerWatch], lines: list[Line]) -> None:
 
 
 def pass_time(seconds: float, watches: list[PeerWatch]) -> None:
-    """Move the clock so slowly that the threads of these watches, whose lines are open, keep up."""
+    """Move the clock slowly enough that the threads of `watches` keep up.
+
+    The connections of these nodes must be open.
+    """
     until, step = Clock.now + seconds, 1.5 * peers.ASK_SECONDS
     while Clock.now < until:
         Clock.now += step
@@ -141,7 +145,7 @@ def test_the_end_of_the_store_after_all_ranks_finished_is_no_failure() -> None:
     assert not first.all_finished()
     time.sleep(0.1)
     assert not first.all_finished()
-    lines[1].cut()  # or it might have told already when it answers
+    lines[1].cut()  # otherwise, it could already report its end
     assert not second.all_finished(), "only now"
     lines[1].is_open.set()
     assert within(PATIENCE, first.all_finished) and within(PATIENCE, second.all_finished)
@@ -181,7 +185,7 @@ def test_a_silent_machine_is_logged_and_then_lost_by_name_on_both_sides(
             and lost.is_silence
         )
     assert sum("silent for 0.2 s" in line for line in caplog.messages) == 2
-    second.report_failure(Outcome(1, "nobody hears this", ""))  # and it does not wait for that
+    second.report_failure(Outcome(1, "nobody hears this", ""))  # does not wait for an answer
     lines[1].is_open.set()
 
 

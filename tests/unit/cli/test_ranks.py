@@ -1,4 +1,4 @@
-"""Which failure is the cause, and how it is told."""
+"""The launcher determines which failure is the cause and reports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what belongs to `run`, what belongs to the script."""
+"""The command line of `run`: its own options and the arguments of the script."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REFUSED = [each.name for each in fields(RunOptions) if "refused" in each.metadat
 
 
 def parse(*line: str) -> RunOptions:
-    """What `deepseek-zero run LINE` would be asked to do."""
+    """Return the options that `deepseek-zero run` parses from `line`."""
     app = cli.typer.Typer()
     app.command("run", context_settings=cli.RUN_CONTEXT)(
         cli._run_command(lambda one: PARSED.append(one) or 0)
