@@ -1,4 +1,4 @@
-"""The files of the transports do not import DeepSpeed's names."""
+"""Importing the transports does not import the compatibility package for DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a rank names that waits in vain, by the lines of the others."""
+"""A rank whose wait times out names the responsible rank from the records of the other ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_ranks_that_raised_because_of_another_are_listed_last(
 
 
 class Silent(Texts):
-    """Lines of which the kernel says that rank 4's host answers nothing."""
+    """A store whose kernel reports that the host of rank 4 does not answer."""
 
     def silences(self) -> dict[int, float]:
         return {2: 0.5, 4: 11.0}
@@ -63,7 +63,7 @@ def test_the_store_stays_until_other_ranks_have_recorded_their_end(
     limit: float, lines_of_2: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flight_recorder, "STAY_SECONDS", limit)
-    # No rank reads the store for rank 1, which is on this host
+    # Rank 1 is on this host, so no rank reads the store for it.
     said = Silent({"raised/3": "HostLost: h2 silent", **lines_of_2})
     began = time.monotonic()
     FlightRecorder(
@@ -112,8 +112,8 @@ def position(sequence: int, ranks: list[int]) -> Position:
     [
         ({}, 0, "rank 1, rank 2"),
         ({1: 5}, 0, "rank 2"),
-        ({0: 5}, 1, None),  # rank 0 tells
-        ({1: 4, 2: 4}, 0, None),  # they are in another collective, which is an error elsewhere
+        ({0: 5}, 1, None),  # rank 0 reports it
+        ({1: 4, 2: 4}, 0, None),  # they are in another collective, which raises an error elsewhere
         ({1: 4}, 0, "rank 2"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Memory that all ranks of a group see, and gathers in it."""
+"""Memory shared by all ranks of a group, and all-gathers in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the waits of one engine end, and how often a wait looks around."""
+"""How the waits of an engine end, and how often they poll."""
 
 from __future__ import annotations
 
