@@ -1,5 +1,6 @@
-"""Whatever a configuration holds, both doors take it or refuse it in our words: no error and no
-warning of others.
+"""Both entry points accept a random configuration or raise the library's own error.
+
+A foreign error or a warning fails the tests.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from deepseek_zero.config.load import load
 from tests import configs
 from tests.pairwise import is_full
 
-COUNT = 50_000 if is_full() else 20_000  # of each door
-SECONDS = 45.0  # of this process, for a machine that is slow
+COUNT = 50_000 if is_full() else 20_000  # per entry point
+SECONDS = 45.0  # CPU seconds of this process, for slow machines
 BUILT = 150
 LONGEST_LINE = 2000
 
@@ -46,14 +47,14 @@ def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Findings:
-    """What was raised that is not ours, by the place it came from."""
+    """Foreign errors by the source line that raised them."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
         self.answers: Counter[str] = Counter()
 
     def try_one(self, given: Any, call: Callable[[], Any]) -> bool:
-        """Whether it was taken."""
+        """Return whether the configuration was accepted."""
         began = time.process_time()
         try:
             call()
