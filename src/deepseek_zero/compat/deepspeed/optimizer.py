@@ -256,7 +256,21 @@ class NamedOptimizer(ShardedOptimizer):
         norm: torch.Tensor = torch.stack(self._get_norm_groups()).norm()
         return norm
 
-    # -- offloading, for programs that call the optimizer instead of its engine
+    # -- for programs that call the optimizer instead of its engine
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Compute gradients of the loss times the loss scale, as the engine does.
+
+        The loss is not divided by the number of accumulation steps.
+
+        Args:
+            loss: Scalar loss.
+            retain_graph: Whether to keep the autograd graph.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        self.engine().backward(loss, retain_graph, scale_wrt_gas=False)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Release the memory of states, as `offload_states` of the engine does.

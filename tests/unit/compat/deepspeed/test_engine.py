@@ -615,3 +615,19 @@ def test_the_configuration_is_read_under_deepspeeds_names() -> None:
     with pytest.raises(ValueError, match="frozen"):
         found.train_batch_size = 2
     assert not hasattr(found, "no_such_key") and copy.copy(found).zero_enabled
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_optimizer_differentiates_a_loss_without_dividing_it(stage: int) -> None:
+    found = []
+    for scaled in (False, True):
+        engine = built(config(stage, gradient_accumulation_steps=2, gradient_clipping=0.0))
+        for _ in range(2):
+            loss = engine(torch.ones(2, HIDDEN))
+            if scaled:
+                engine.backward(2 * loss)
+            else:
+                engine.optimizer.backward(loss)
+            engine.step()
+        found.append(engine.get_global_grad_norm())
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
