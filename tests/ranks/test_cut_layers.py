@@ -1,5 +1,7 @@
-"""Layers above `tile_above` under an engine: the bits of the same tiles without sharding, one tile
-gathered at a time, and files of the whole model.
+"""Layers above `tile_above`, split into tiles that are gathered one at a time.
+
+They give the bits of the same tiles without sharding. Checkpoints and exports hold the whole
+layers.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from tests.reference import OPTIMIZERS, Reference
 from tests.training import ALL, DTYPES, Run, train_step
 from tests.unit.parallel.tiny import LENGTH, VOCABULARY, tiny
 
-LIMIT = 900  # of Gpt's layers all but `places` and the attention's projection are larger
+LIMIT = 900  # all layers of Gpt except `places` and the attention's projection are larger
 
 
 class Tied(Gpt):
-    """The head has the embedding's weight."""
+    """A model whose head shares the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ def start(run: Run, model: nn.Module, limit: int | None = LIMIT) -> Any:
 
 
 def cut(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The same tiles in a model of one process."""
+    """Split a model of one process into the same tiles."""
     choose_cuts(model, LIMIT, lambda own: dtype).cut()
     return model
 
@@ -88,7 +90,7 @@ def test_it_trains_to_the_bits_of_the_same_tiles_without_sharding(
 @pytest.mark.parametrize("build", [Gpt, Tied])
 def test_one_tile_is_gathered_at_a_time(build: type[Gpt]) -> None:
     class Ends(build):  # type: ignore[misc, valid-type]
-        """The embedding and the head alone: every weight is in a tile."""
+        """Embedding and head only, so that every weight is in a tile."""
 
         def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
             logits = self.head(self.tokens(tokens))
@@ -115,7 +117,7 @@ def test_one_tile_is_gathered_at_a_time(build: type[Gpt]) -> None:
 def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(
     build: type[Gpt], tmp_path: Path
 ) -> None:
-    # SGD with momentum: Adam makes whole steps of gradients that are rounding alone
+    # SGD with momentum: Adam turns gradients that are only rounding errors into full steps
     run = Run(3, transport="gloo")
     engine = start(run, seeded(build))
     for step in range(2):
@@ -137,9 +139,9 @@ def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(
         assert torch.equal(
             other.module.state_dict()["head.weight"], seeded(build, seed=9).head.weight
         )
-        other.load_checkpoint(tmp_path / "again", tag="None")  # of whole layers
+        other.load_checkpoint(tmp_path / "again", tag="None")  # written with whole layers
         after = train_step(other, run, 3)
-        # A wrong moment would move weights by 1e-3
+        # A wrong moment would change weights by 1e-3
         found[limit] = (before, after, other.module.state_dict())
         other.destroy()
     torch.testing.assert_close(found[500], found[None], rtol=1e-5, atol=1e-5)

@@ -1,5 +1,6 @@
-"""Checkpoints that a genuine DeepSpeed wrote (tests/data/deepspeed): read bit for bit, at any world
-and stage.
+"""Checkpoints written by DeepSpeed (tests/data/deepspeed), read bit for bit.
+
+They load at any world size and stage.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def expected(case: str) -> dict[str, Tensor]:
 
 
 def assert_loaded(engine: Any, case: str) -> None:
-    """Masters, moments, frozen weights are what DeepSpeed said.  Collective."""
+    """Compare main weights, moments and frozen weights with DeepSpeed's. Collective."""
     told = expected(case)
     del told["losses"]
     found = whole(engine) | moments(engine)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
         CASES[case]["dtype"]
     ]
-    if CASES[case]["stage"] == 0:  # told: the weights that the masters become
+    if CASES[case]["stage"] == 0:  # expected: the main weights, cast to the weights' dtype
         found = {
             name: value.to(dtype) if value.is_floating_point() else value
             for name, value in found.items()
@@ -146,7 +147,7 @@ def test_checkpoints_in_deepspeeds_layout_are_loaded(
     engine = start(stage, dtype, **layout)
     train(engine, 0, 2, here())
     engine.save_checkpoint(tmp_path, tag="first", client_state={"epoch": 3})
-    # In the place of the first
+    # Replaces the first checkpoint
     engine.save_checkpoint(tmp_path, tag="first", client_state={"epoch": 4})
     folder, prefix = tmp_path / "first", "bf16_" if dtype == "bf16" else ""
     names = {
@@ -161,7 +162,7 @@ def test_checkpoints_in_deepspeeds_layout_are_loaded(
     assert other.load_checkpoint(tmp_path) == (str(folder), {"epoch": 4})
     different = differences(whole(other), whole(engine))
     assert not differences(moments(other), moments(engine))
-    # Below stage 3 rank 0 writes for all, and its running statistics are everybody's afterwards.
+    # Below stage 3, rank 0 writes for all ranks, and all ranks load its running statistics.
     assert different == ([] if stage == 3 or here() == 0 else ["norm.running"])
     assert other.get_lr() == engine.get_lr() and other.global_steps == 2
     if dtype == "fp16":
@@ -245,7 +246,7 @@ def test_a_failed_save_leaves_only_the_previous_checkpoint(tmp_path: Path) -> No
             patch.setattr(f"deepseek_zero.{what}", _full_disk)
             with pytest.raises(CheckpointError, match="No space left on device"):
                 engine.save_checkpoint(tmp_path, tag="bad")
-        dist.barrier()  # rank 0 has tidied up
+        dist.barrier()  # wait until rank 0 has cleaned up
         assert names_in(tmp_path) == ["good", "latest", "zero_to_fp32.py"]
         dist.barrier()
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "good")
@@ -257,7 +258,7 @@ def _full_disk(*_: Any, **__: Any) -> None:
 
 @pytest.mark.ranks(2)
 def test_under_deepspeeds_name_its_checkpoint_layout_is_the_default(tmp_path: Path) -> None:
-    """Unless something is asked for, or is saved, that only slices have."""
+    """The default falls back to sharded files if a setting or a state requires them."""
 
     def saved(
         name: str, *, stage: int = 2, client: Any = None, wait: bool = True, **words: Any
@@ -285,7 +286,7 @@ def test_under_deepspeeds_name_its_checkpoint_layout_is_the_default(tmp_path: Pa
 
 
 class Evil:
-    """Runs a command where it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,5 +1,6 @@
-"""Updates that come one step late: the bits of a plain loop that does the same, from checkpoints
-too.
+"""Delayed parameter updates give the bits of a plain loop with a delay of one step.
+
+This also holds after a resume from a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ LR = [0.01, 0.02, 0.005, 0.03, 0.01, 0.02, 0.01, 0.04]
 
 
 class Late(Reference):
-    """w(t + 1) = update(w(t), g(t - 1)) from step `after` on, with what step t - 1 decided about
-    its gradient.
+    """w(t + 1) = update(w(t), g(t - 1)) from step `after` on.
+
+    The clipping factor and the learning rate are those of step t - 1.
     """
 
     after = 0
@@ -38,7 +40,10 @@ class Late(Reference):
     def late_step(
         self, batches: Sequence[Sequence[Batch]], norm: float, lr: float, *, skips: bool = False
     ) -> Any:
-        """The losses.  skips: this step's gradient is not finite."""
+        """Train one step and return the losses.
+
+        skips: This step's gradient is not finite.
+        """
         losses, reduced = self.gradients(batches)
         factor = clip_factor(norm, self.max_norm)
         made = None if skips else ([grad.float().mul_(factor) for grad in reduced], lr)
@@ -86,7 +91,7 @@ AXES = {
     "tier": ("cpu", "nvme"),
     "weights": (True, False),
     "after": (0, 2),
-    "undo": (0, 1 << 30),  # 0: nothing is updated in backward
+    "undo": (0, 1 << 30),  # 0: no update happens in backward
     "looks": (True, False),
 }
 
@@ -216,7 +221,7 @@ def test_a_checkpoint_contains_pending_updates(
         if step == 3:
             first.save_checkpoint(tmp_path)
     second, run = engine_of(*then, 8)
-    train_step(second, run, 0)  # what it owes itself is forgotten
+    train_step(second, run, 0)  # the load discards this run's delayed gradient
     train_step(second, run, 1)
     train_step(second, run, 2)
     second.load_checkpoint(tmp_path)
@@ -258,7 +263,7 @@ def test_pending_updates_are_flushed_or_an_error_is_raised(tmp_path: Path) -> No
 
 @pytest.mark.ranks(2)
 def test_a_batch_that_changes_between_two_steps_loses_no_update() -> None:
-    """With another accumulation gradients have another dtype, and so another buffer."""
+    """Another accumulation changes the dtype of gradients and therefore the buffer."""
     found = []
     for tier, updates in (("none", ()), ("cpu", ()), ("cpu", (("delayed_update_after", 0),))):
         run = Run(3, "bf16", optimizer="adamw", tier=tier, updates=updates)

@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 
 
 def start(key: str, value: Any) -> Any:
-    """An engine with a key that rank 1 sets to `value`."""
+    """Start an engine with a key that rank 1 sets to `value`."""
     config = {name: dict(part) if isinstance(part, dict) else part for name, part in CONFIG.items()}
     *sections, last = key.split(".")
     section = config

@@ -1,5 +1,6 @@
-"""Updates in backward, before the verdict: the bits of a run that waits for it, whatever comes
-between.
+"""Speculative updates in backward give the bits of updates after the norm is known.
+
+This holds for every call between backward and step.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ SIZES = {"width": 30, "hidden": 80}
 def engine_of(
     tier: str, clipping: float, kind: str = "adamw", moments: str = "fp32", **given: Any
 ) -> Any:
-    """An engine in small tiles.  given: undo_bytes; else top-level keys."""
+    """Start an engine with small tiles.
+
+    given: `undo_bytes`, or top-level configuration keys.
+    """
     model = seeded(Gpt, **SIZES)
     undo, top = given.pop("undo_bytes", ALL_UNITS), given
     client = None
@@ -64,7 +68,7 @@ def engine_of(
 
 
 def everything(engine: Any) -> list[Tensor]:
-    """Weights, masters and moments, whole."""
+    """Return the full weights, main weights and moments."""
     found = [value.clone() for value in engine.state_dict().values()]
     for param in engine.module.parameters():
         states = [
@@ -87,7 +91,7 @@ AXES = {
     "accumulation": (1, 3),
     "ranks": (1, 2, 3),
     "tier": ("cpu", "nvme"),
-    "clipping": (0.0, 0.3),  # the norm is about 1: never, always
+    "clipping": (0.0, 0.3),  # the norm is about 1, so 0.0 never clips and 0.3 always clips
     "optimizer": ("adamw", "groups", "muon"),
     "moments": ("fp32", "8bit"),
     "master": ("split", "fp32", "none"),
@@ -181,7 +185,6 @@ ALSO_ON_A_DISK = ["lr", "masters", "second backward", "failed backward"]
     [(each, "cpu") for each in BETWEEN] + [(each, "nvme") for each in ALSO_ON_A_DISK],
 )
 def test_updates_are_not_visible_before_their_step(between: str, tier: str, tmp_path: Path) -> None:
-    """Whatever happens between backward and step."""
     found = []
     for where in ("none", tier):
         engine = engine_of(where, 0.0, bf16={"enabled": True})
@@ -200,7 +203,7 @@ def test_updates_are_not_visible_before_their_step(between: str, tier: str, tmp_
 
 
 def one_step(engine: Any, step: int, between: str, folder: Path) -> list[Tensor]:
-    """A step in which something happens after backward; what was seen."""
+    """Train one step with an action after backward, and return the observed tensors."""
     batch = batch_of(step, 0, dist.get_rank())
     params = list(engine.module.parameters())
     if between == "failed backward":
@@ -217,7 +220,7 @@ def one_step(engine: Any, step: int, between: str, folder: Path) -> list[Tensor]
                 group["lr"] *= 0.5
         case "states":
             found += [entry["exp_avg"].clone() for entry in engine.optimizer.state.values()]
-            found = found[:1]  # cut otherwise than without tiers
+            found = found[:1]  # sharded differently than without tiers
         case "masters":
             found += [safe_get_full_fp32_param(param) for param in params]
         case "write master":
@@ -260,9 +263,7 @@ class Part(nn.Module):
 
 
 class Shared(nn.Module):
-    """A block in two regions that reentrant recomputation runs one after the other: its gradient
-    comes twice.
-    """
+    """A block used by two regions with reentrant recomputation, so it gets two gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A program ends with its own exit status while a thread of it still waits for a message."""
+"""A program exits with its exit status even if one of its threads waits for a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's API on two ranks: forms of the configuration, both kinds of backward, and the log."""
+"""DeepSpeed's API on two ranks: forms of the configuration, both calls of backward, and the log."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_both_backwards_give_the_same_weights(
     ours, plain = door(stage, top=top)[0], door(stage, top=top)[0]
     start = ours.module_state_dict()
     left, right = train(ours, 4, plain=False), train(plain, 4, plain=True)
-    # The factors are powers of two, so where they are applied leaves no trace
+    # All factors are powers of two, so the order of scaling does not change the bits
     assert_close(left, right)
     assert ours.global_steps == plain.global_steps == 4 // accumulation
     assert ours.skipped_steps == 0
@@ -147,9 +147,9 @@ def test_under_deepspeeds_name_a_second_engine_takes_over_pending_work(
     first, optimizer, *_ = door(stage, model=model, top=top)
     for step in range(3):
         first.backward(first(batch(step)).square().mean())
-        first.step()  # the last one's update waits for a forward that never comes
+        first.step()  # the delayed update of the last step waits for a forward that never runs
     runtime = first.runtime
-    if not is_held:  # Lightning keeps the optimizer alone, whose hooks are still on the model
+    if not is_held:  # Lightning keeps only the optimizer; its hooks are still on the model
         del first
     end_engine_of(model)
     assert runtime.is_destroyed and optimizer.runtime is runtime
@@ -180,19 +180,19 @@ def test_every_way_to_name_a_schedule_steps_it(kind: str) -> None:
     assert schedule is engine.lr_scheduler
     train(engine, 3, plain=False)
     assert engine.get_lr() == pytest.approx([0.0125])
-    engine.lr_scheduler = None  # Lightning steps it itself
+    engine.lr_scheduler = None  # Lightning steps the scheduler
     train(engine, 1, plain=False)
     assert engine.get_lr() == pytest.approx([0.0125])
 
 
 @pytest.mark.ranks(2)
 def test_torchs_schedule_counts_the_steps_of_a_rank_without_updates() -> None:
-    model = nn.Linear(6, 3)  # less than one block: all on rank 0
+    model = nn.Linear(6, 3)  # less than one block, so all of it is on rank 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     engine = door(3, model=model, optimizer=optimizer)[0]
     train(engine, 1, plain=False)
-    schedule.step()  # it warns, which is an error here, unless a step came before
+    schedule.step()  # torch warns, which fails the test, if no optimizer step came before
     assert engine.get_lr() == pytest.approx([0.05])
 
 
@@ -365,7 +365,7 @@ def tower() -> nn.Module:
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+@pytest.mark.filterwarnings("ignore")  # torch.compile emits its own warnings
 @pytest.mark.parametrize("stage", [2, 3])
 def test_compiled_units_share_one_graph_and_train_the_same_bits(stage: int) -> None:
     from torch._dynamo.utils import counters
@@ -417,7 +417,7 @@ def test_parameters_at_stage_3_have_the_attributes_that_clients_read() -> None:
         2560,
     ) and bias.ds_numel == bias.numel() == 40
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and not weight.ds_persist
-    # two ranks, cut at blocks of 1024: the first two of the weight, its last half and the bias
+    # Cut at blocks of 1024: rank 0 has two blocks of the weight, rank 1 the rest and the bias
     assert (weight.partition_numel(), bias.partition_numel()) == ((2048, 0), (512, 40))[
         engine.global_rank
     ]
@@ -433,7 +433,7 @@ def test_parameters_at_stage_3_have_the_attributes_that_clients_read() -> None:
     assert not any(hasattr(torch.nn.Parameter(torch.ones(1)), name) for name in VIEWS)
     with unwrap_model_for_generation(engine) as whole_model:
         assert torch.equal(whole_model(torch.zeros(1, 64))[0], bias)
-    # A client's configuration reading of the engine, as the Trainer's when it saves.
+    # Clients such as the Trainer read the engine's configuration when they save
     assert engine.config.get("zero_optimization", {}).get("stage", None) == 3
     assert engine.config.get("no_such_section", {}) == {}
 
@@ -468,7 +468,7 @@ def test_states_of_the_inner_optimizer_are_flat_and_of_one_length_where_a_rank_h
         return engine
 
     torch.manual_seed(5)
-    model, x = nn.Linear(4, 4), torch.randn(4, 4)  # 20 elements: less than one rank's slice
+    model, x = nn.Linear(4, 4), torch.randn(4, 4)  # 20 elements: less than one rank's shard
     engine, plain = trained(copy.deepcopy(model), 2), copy.deepcopy(model)
     assert len(engine.optimizer.shards()) == 1 - dist.get_rank(), "or this test shows nothing"
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)

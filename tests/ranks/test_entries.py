@@ -1,8 +1,7 @@
-"""Gradients that enter a model past its outputs equal those of plain torch for every call of
-backward.
+"""Gradients that enter a model other than through its outputs equal those of plain PyTorch.
 
-Tensors leave a model as an attribute, through a hook or a list, and parameters stand in the loss
-itself.
+Tensors leave the model through an attribute, a hook or a list, and parameters appear in the loss.
+Each case runs with every call of backward.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ WIDTH = 64
 
 
 class Block(nn.Module):
-    """Stores an auxiliary loss in an attribute, as a router does, and its output in a list."""
+    """Stores an auxiliary loss in an attribute, as MoE routers do, and its output in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +133,7 @@ def test_a_tensor_that_leaves_the_model_outside_its_outputs_gets_the_factor(
     engine = start(stage, precision)
     for loss in LOSSES:
         if loss is weights and stage == 3:
-            continue  # at rest a parameter has no values to be read
+            continue  # a sharded parameter has no values to read
         expected = expected_of(loss, ACCUMULATION)
         for micro in range(ACCUMULATION):
             engine.set_gradient_accumulation_boundary(micro == ACCUMULATION - 1)

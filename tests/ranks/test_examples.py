@@ -1,9 +1,9 @@
-"""Each example runs as its docstring says, on CPU: under the launcher on two ranks; seed 000's as
-plain `python` too, the other seeds', and both ResNet-101, with DEEPSEEK_ZERO_FULL=1.
+"""Each example runs on CPU as documented, under the launcher on two ranks.
 
-The examples themselves end with an error unless their loss falls by the stated margin, so a run
-that ends well is the check.  The settings are small; only the seeds' sizes are the articles' own.
-pretrain_text.py has its own test.
+Seed 000 also runs as plain `python`. DEEPSEEK_ZERO_FULL=1 adds plain runs of the other seeds and
+both ResNet-101 runs. The examples fail unless their loss falls by the stated margin, so a
+successful exit is the check. The settings are small; only the seeds' model sizes are those of the
+articles. pretrain_text.py has a separate test.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RUNS = [
     Run("vit_digits", LAUNCHER, says="the loss fell by"),
     Run("hf_language_model", LAUNCHER, ("--steps", "40"), says="the model writes:"),
 ]
-if is_full():  # in CI only seed 000's runs as plain `python`
+if is_full():  # CI runs only seed 000 as plain `python`
     RUNS += [
         Run("seed_002", LAUNCHER, environment=SEED_002, says="Finished Training"),
         Run("resnet101_digits", LAUNCHER, ("--epochs", "3"), says="the loss fell by"),
@@ -59,12 +59,9 @@ if is_full():  # in CI only seed 000's runs as plain `python`
 
 
 def run_example(run: Run, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run an example in an empty folder and return what it said; fails the test if it did not end
-    well.
-    """
+    """Run an example in an empty folder, check its exit code and return its output."""
     environment = {**os.environ, **run.environment, "PYTHONPATH": str(PACKAGE)}
-    # Threads that wait for each other on busy cores cost four times the work; a run alone has both
-    # of CI's cores.
+    # Spinning threads on busy cores are four times slower. A single process may use both CI cores.
     environment["OMP_NUM_THREADS"] = "1" if run.starter else "2"
     command = [
         sys.executable,
@@ -91,7 +88,7 @@ def test_an_example_runs_and_its_loss_falls_by_its_margin(run: Run, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor"
-)  # torch's word on the article's Transformer
+)  # torch's warning about the article's Transformer
 @pytest.mark.parametrize("starter", [LAUNCHER, ALONE], ids=["two ranks", "alone"])
 def test_seed_000_runs_and_leaves_full_weights_that_a_plain_model_loads(
     starter: tuple[str, ...], tmp_path: Path

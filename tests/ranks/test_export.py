@@ -1,4 +1,4 @@
-"""Whole weights out of an engine: what others read is, bit for bit, what the engine has."""
+"""Exports of full weights, read by other libraries, equal the engine's weights bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def once(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """Everything in a folder, by its index where it has one."""
+    """Read all tensors in a folder, through its index if it has one."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return load_file(folder / "model.safetensors")
@@ -61,7 +61,7 @@ def test_an_exported_folder_holds_the_weights_as_they_compute(
     assert engine.export(tmp_path / "one") == tmp_path / "one"
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
     found = read(tmp_path / "one")
-    if here() == 0:  # buffers are rank 0's
+    if here() == 0:  # buffers are taken from rank 0
         assert not differences(found, expected)
     else:
         assert not differences(
@@ -111,7 +111,7 @@ def test_a_torch_file_is_a_state_dict_with_tied_weights_under_each_name(tmp_path
     engine.export(tmp_path / "new" / "model.pth")
     state = torch.load(tmp_path / "new" / "model.pth", weights_only=True)
     plain = Tower()
-    plain.load_state_dict(state)  # strict
+    plain.load_state_dict(state)  # strict loading
     assert state["again.weight"].data_ptr() == state["write.weight"].data_ptr()
     kept = drop(state, [name for name in state if "running" in name])
     expected = engine.module.state_dict()
@@ -189,7 +189,7 @@ def test_no_rank_holds_the_model_while_it_is_exported(tmp_path: Path) -> None:
 def test_states_on_a_disk_are_exported(tmp_path: Path) -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **offload("nvme")}
     engine = start(3, **BF16, zero_optimization=zero)
-    train(engine, 0, 2)  # the last update waits for a forward
+    train(engine, 0, 2)  # the last update is delayed until a forward
     engine.export(tmp_path / "out", "fp32")
     plain = start(3, **BF16)
     train(plain, 0, 2)

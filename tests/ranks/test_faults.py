@@ -1,8 +1,7 @@
-"""A few rows of the table of faults (tests/faults.py), each played once between two hosts of one
-rank each.
+"""Some rows of the fault table (tests/faults.py), each injected once between two hosts.
 
-The others are played by hand.  A cut, a stopped board and strangers have cheaper tests
-(test_lost_hosts.py, test_sockets_between_hosts.py).
+Each host has one rank. The other rows are run manually. A cut connection, a stopped flight recorder
+and strangers have cheaper tests (test_lost_hosts.py, test_sockets_between_hosts.py).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import pytest
 from tests import faults
 
 OPTIONS = faults.parsed(["--each", "1", "--dead-after", "4"])
-LOAD = 3.0  # bounds are for a machine that is not busy
+LOAD = 3.0  # scales the time limits, which assume an idle machine
 
 
 def keeps_its_promises(row: str) -> None:
@@ -20,7 +19,7 @@ def keeps_its_promises(row: str) -> None:
         assert measure.took <= LOAD * measure.bound, measure
 
 
-@pytest.mark.slow  # a minute for both
+@pytest.mark.slow  # one minute for both
 @pytest.mark.parametrize("row", ["kill-rank", "kill-agent"])
 def test_a_killed_process_is_named_on_the_other_host_and_nothing_remains(row: str) -> None:
     keeps_its_promises(row)

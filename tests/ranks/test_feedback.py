@@ -1,6 +1,7 @@
-"""Error feedback, through the engine's door: each rank adds to its gradients what its codes left
-out of those before, with the bits of one process that does so for all ranks; what is kept is part
-of a run's state.
+"""Error feedback: each rank adds the quantization error of earlier gradients to the next ones.
+
+The engine has the bits of one process that does this for all ranks. The error-feedback buffers are
+part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.training import ALL, DTYPES, Run, train_step
 STEPS = 4
 KEPT: dict[
     str, tuple[str, float, int | None]
-] = {  # as what errors are kept, beta, and steps after which they are not
+] = {  # format of the error buffer, beta, and steps until a reset
     "bf16": ("bf16", 0.0, None),
     "int8": ("int8", 0.0, None),
     "loco": ("bf16", 0.8, 2),
@@ -44,8 +45,9 @@ def start(
     inside_bits: int = 16,
     **keys: Any,
 ) -> Any:
-    """The engine of a run whose gradients are coded, with errors kept.  keys: of the
-    configuration.
+    """Start an engine with quantized gradients and error feedback.
+
+    keys: Additional configuration keys.
     """
     weights, gradients = CODES[codes]
     assert gradients is not None
@@ -73,16 +75,14 @@ def start(
 
 @dataclass
 class FeedingBack(Rounding):
-    """The reference whose ranks, or with several per host whose hosts, add what their codes left
-    out before.
-    """
+    """A reference whose ranks, or hosts with several ranks, use error feedback."""
 
     kept: str = "bf16"
     errors: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by sender and flat buffer
     calls: int = 0
 
     def micro_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        self.calls += 1  # ranks come one after another
+        self.calls += 1  # ranks run one after another
         return super().micro_batch(batch)
 
     def sent(self, grads: list[Tensor]) -> list[Tensor]:
@@ -121,16 +121,14 @@ class FeedingBack(Rounding):
 
 @dataclass
 class HostsFeedingBack(FeedingBack):
-    """The reference whose hosts add up summands, exact or through `inside`, and send each other
-    their sums as codes.
-    """
+    """A reference whose hosts reduce exactly, or through `inside`, and exchange quantized sums."""
 
     inside: Blocks | None = None
 
     def gradients(
         self, batches: Sequence[Sequence[Batch]]
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        runs = [self.plain_batch(of_rank[0]) for of_rank in batches]  # of one micro-batch each
+        runs = [self.plain_batch(of_rank[0]) for of_rank in batches]  # one micro-batch each
         hosts = [
             runs[start : start + self.ranks_per_host]
             for start in range(0, self.ranks, self.ranks_per_host)
@@ -148,7 +146,7 @@ class HostsFeedingBack(FeedingBack):
 
     def plain_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         self.calls += 1
-        self.adds_first, before = True, self.adds_first  # nothing is coded on the way
+        self.adds_first, before = True, self.adds_first  # quantize nothing here
         found = Rounding.micro_batch(self, batch)
         self.adds_first = before
         return found if self.inside is None else (found[0], self.rounded(self.inside, found[1]))
@@ -174,7 +172,7 @@ def reference_of(engine: Any, run: Run, codes: str, kept: str, ranks: int) -> Fe
 
 
 def assert_follows(engine: Any, run: Run, reference: FeedingBack, steps: Sequence[int]) -> None:
-    """Every step has the reference's losses and weights, and sends and holds what the plan says."""
+    """Check losses and weights of every step, and that bytes sent and held match the plan."""
     meter = engine.runtime.comm.meter
     for step in steps:
         meter.reset()
@@ -242,7 +240,7 @@ def test_training_has_the_bits_of_one_process_that_keeps_every_ranks_errors(
 def test_with_sums_by_host_errors_belong_to_the_sums_of_hosts(
     stage: int, dtype: str, kept: str, bucket: int, inside: Blocks | None
 ) -> None:
-    """inside: codes of summands inside a host, of which nothing is kept."""
+    """inside: Codec of the summands within a host, which has no error feedback."""
     run = Run(stage, dtype, 1, 0, 0.3, "adamw", transport="gloo", bucket=bucket, ranks_per_host=2)
     engine = start(run, "int4 gradients", kept, inside_bits=16 if inside is None else inside.bits)
     reference = reference_of(engine, run, "int4 gradients", kept, 4)

@@ -1,5 +1,6 @@
-"""A gradient that is not finite: one policy for fp32, bf16 and fp16, at every stage and both doors,
-and one warning.
+"""A step with a non-finite gradient is skipped with one warning.
+
+The policy is the same for fp32, bf16 and fp16, at every stage, for the engine and the plain loop.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    """One that is broken makes infinities of finite numbers."""
+    """A block that returns infinities if it is the broken one."""
 
     broken: int | None = None
 
@@ -62,7 +63,7 @@ def net() -> nn.Module:
 
 
 def data(step: int, *, broken: bool = False) -> Tensor:
-    """Of this rank; broken: on the last rank alone."""
+    """Return this rank's data, with NaN on the last rank only if `broken`."""
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + here()))
     return x * torch.nan if broken and here() == world() - 1 else x
 
@@ -80,7 +81,7 @@ def config(stage: int, precision: str, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """Warnings of this rank."""
+    """Collect the warnings of this rank."""
     found: list[str] = []
 
     class Catch(logging.Handler):
@@ -97,8 +98,9 @@ def said() -> Iterator[list[str]]:
 
 
 def run(settings: dict[str, Any], steps: str) -> tuple[Any, list[str]]:
-    """An engine after these steps ("n": a NaN on one rank, ".": sound); sound ones draw the same
-    data in every run.
+    """Train the steps ("n": a NaN on one rank, ".": finite) and return the engine.
+
+    Finite steps use the same data in every run.
     """
     engine = deepseek_zero.initialize(model=net(), config=settings)[0]
     drawn = itertools.count()
@@ -124,7 +126,7 @@ def test_a_step_with_a_nonfinite_gradient_changes_nothing_and_is_logged(stage: i
         without, _ = run(settings, "...")
         assert_same(engine.module_state_dict(), without.module_state_dict())
         assert (engine.global_steps, engine.skipped_steps) == (4, 1)
-        # Where the scale is looked for, an overflow is nothing to warn of
+        # While fp16 searches for a loss scale, an overflow is expected and gives no warning
         is_fp16 = precision == "fp16"
         assert len(warnings) == (0 if is_fp16 or here() else 1), (precision, warnings)
         assert all("step 3" in text and "not finite" in text for text in warnings)
@@ -148,7 +150,7 @@ def test_deferred_and_early_updates_are_not_corrupted(precision: str, zero: dict
     settings = config(3, precision, zero=zero)
     engine, warnings = run(settings, "...n..")
     without, _ = run(settings, ".....")
-    # What is owed is paid a step earlier, which is another run
+    # The delayed update comes one step earlier, so the weights differ
     if "delayed_update_after" in zero["offload_optimizer"]:
         assert all(value.isfinite().all() for value in engine.module_state_dict().values())
     else:

@@ -1,5 +1,4 @@
-"""Every order of forwards, backwards and steps that a plain model allows: it trains as it does
-without sharding.
+"""Every order of forwards, backwards and steps of a plain model trains as without sharding.
 
 Each test compares an engine on two ranks with plain copies of the same model (tests/plain.py).
 """
@@ -149,8 +148,9 @@ def test_a_forward_without_use_of_its_output_changes_nothing(setting: Setting) -
 
 
 class Recursive(Model):
-    """Every block runs three times in one forward; each gets its last gradient long after backward
-    first met it.
+    """Every block runs three times in one forward.
+
+    A block's last gradient comes long after its first.
     """
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
@@ -169,9 +169,7 @@ def test_the_model_called_inside_its_own_forward_counts_once(setting: Setting) -
 
 @on_stages_1_to_3
 def test_backward_hooks_and_create_graph_give_a_gradient_penalty(setting: Setting) -> None:
-    """The penalty differentiates the gradient of the input, so backward itself is
-    differentiated.
-    """
+    """The penalty differentiates the gradient of the input, so backward is differentiated."""
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         x = draw(rank, step, 4, WIDTH).requires_grad_()
@@ -197,7 +195,7 @@ def test_autograd_grad_of_the_input_does_not_affect_the_step(setting: Setting) -
 
 
 class Deep(nn.Module):
-    """Six blocks, of which a rank may skip some."""
+    """Six blocks, some of which a rank may skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +315,7 @@ def test_generate_by_ranks_of_the_same_length_works_before_any_training(setting:
 
 
 class EncoderDecoder(nn.Module):
-    """Generation calls the encoder by itself, as Hugging Face's encoder-decoder models do."""
+    """Generation calls only the encoder, as in Hugging Face's encoder-decoder models."""
 
     class Encoder(nn.Module):
         def __init__(self, embed: nn.Embedding) -> None:
@@ -374,8 +372,9 @@ def test_generate_that_calls_a_part_of_the_model_by_itself(setting: Setting) -> 
 
 
 class Checkpointed(Model):
-    """Blocks recomputed in backward.  how: each block, two blocks as one, or the inside of each
-    block.
+    """A model with blocks recomputed in backward.
+
+    how: Recompute each block, two blocks together, or the inside of each block.
     """
 
     def __init__(self, reentrant: bool, how: str) -> None:
@@ -393,7 +392,7 @@ class Checkpointed(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.reentrant:
-            x = x.requires_grad_()  # what reentrant recomputation needs of its input
+            x = x.requires_grad_()  # reentrant recomputation needs an input that requires grad
         if self.how == "each":
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=self.reentrant)
@@ -441,7 +440,7 @@ def test_recomputed_blocks_train_when_several_forwards_come_before_the_backwards
 
 
 def test_the_end_of_a_recomputation_is_no_error_to_a_rank_that_waits() -> None:
-    """checkpoint ends it by an exception, which passes through our hooks."""
+    """`checkpoint` ends the recomputation with an exception, which passes through our hooks."""
 
     def dawdle(block: nn.Module, given: Any, output: Tensor) -> None:
         output.register_hook(lambda grad: time.sleep(2))
@@ -535,11 +534,11 @@ def test_no_sync_with_sharded_gradients_raises_an_error(stage: int) -> None:
 
 
 class Boom(Exception):
-    """What the tests raise."""
+    """An error that the tests raise."""
 
 
 class Fragile(Model):
-    """Raises where it is told to, once."""
+    """Raises once at the place named by `at`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -584,8 +583,9 @@ def test_after_an_exception_on_all_ranks_the_next_step_works(at: str, setting: S
 def test_an_interrupted_backward_leaves_no_incomplete_gradient(
     setting: Setting,
 ) -> None:
-    """A plain model would keep what reached `.grad` before the exception; here a broken backward
-    counts for nothing.
+    """A plain model would keep the gradients from before the exception.
+
+    The engine discards the gradients of an interrupted backward.
     """
     plain, model = Plain(Model), seeded(Fragile)
     engine = engine_for(model, setting)
@@ -680,15 +680,15 @@ def test_a_sharded_teacher_trains_a_sharded_student(setting: Setting) -> None:
 
 
 def live_bytes() -> int:
-    """Bytes of every tensor storage that Python can see, found without asking the library."""
+    """Return the bytes of every live tensor storage in Python, found through `gc`."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        # Isinstance would ask every object for its class
+        # `isinstance` would read `__class__` of every object
         if issubclass(type(thing), Tensor) and not thing.is_meta:
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
-            # Torch.compile leaves fake tensors, which claim a real device
+            # torch.compile leaves fake tensors, which report a real device
             if storage.device.type == "meta":
                 continue
             storages[storage.data_ptr()] = storage.nbytes()
@@ -728,9 +728,7 @@ def test_deleting_engine_and_model_returns_their_memory(trained: bool, setting: 
 
 @on_stages_1_and_3
 def test_a_model_whose_engine_was_destroyed_raises_a_clear_error(setting: Setting) -> None:
-    """Without its engine a model trains no more; nothing of it may fail in a way that explains
-    nothing.
-    """
+    """A model cannot train without its engine; each call must raise an error with the reason."""
     model = seeded(Model)
     engine = engine_for(model, setting)
     engine.backward(loss_of(engine, here(), 0))
@@ -785,7 +783,7 @@ def test_the_threads_of_deleted_engines_end() -> None:
             for each in threading.enumerate()
             if each.name.startswith("deepseek-zero-wait-")
         ]
-        # The world's stay
+        # Waiting threads of the world's lane remain
         return any(not name.startswith(f"deepseek-zero-wait-{WORLD_LANE}/") for name in waits)
 
     def threads() -> int:
@@ -802,7 +800,7 @@ def test_the_threads_of_deleted_engines_end() -> None:
         one_step()
     assert (
         threads() < at_first + 5
-    )  # torch may start one of its own; an engine that stayed would be three
+    )  # torch may start one thread; an engine that stayed alive would have three
 
 
 # -- torch.compile
@@ -842,7 +840,7 @@ def test_blocks_compiled_before_or_after_wrapping_train(
         torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-6)
 
 
-# -- seed 000's door
+# -- the plain loop of seed 000
 # --------------------------------------------------------------------------------------------------
 
 

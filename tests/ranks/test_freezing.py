@@ -1,5 +1,6 @@
-"""requires_grad_ after wrapping: what is frozen stays bit by bit, what is unfrozen trains as in
-unsharded torch.
+"""Parameters frozen with requires_grad_ after wrapping stay unchanged bit by bit.
+
+Unfrozen parameters train as in unsharded PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.side_by_side import ADAMW, ByEngine, ByHand, Plainly, assert_same_val
 pytestmark = pytest.mark.ranks(2)
 ZeroError = deepseek_zero.DeepSeekZeroError
 STEPS = 6
-Flips = Mapping[int, Callable[[nn.Module], Any]]  # by the step before which they come
+Flips = Mapping[int, Callable[[nn.Module], Any]]  # by the step before which they are applied
 
 
 def some(model: nn.Module, *parts: str, on: bool) -> None:
@@ -118,7 +119,7 @@ def test_with_states_elsewhere_and_accumulation_too(stage: int) -> None:
 
 
 def test_freezing_works_with_16_bit_weights_and_other_optimizers() -> None:
-    """After a flip as before it, stages agree."""
+    """Stages agree before and after a change of requires_grad."""
     settings: list[dict[str, Any]] = [
         {"bf16": {"enabled": True}},
         {"bf16": {"enabled": True, "master": "fp32"}, "gradient_accumulation_steps": 1},
@@ -157,7 +158,8 @@ def test_freezing_works_with_16_bit_weights_and_other_optimizers() -> None:
             run.end()
         for name, value in found[0].items():
             if "qkv.bias" in name:
-                # A third of its gradient ought to be zero, and some optimizers divide by what it is
+                # A third of its gradient is zero except for rounding, and some optimizers divide by
+                # it
                 continue
             for other in found[1:]:
                 tolerance = (
@@ -185,7 +187,7 @@ def test_checkpoints_after_a_flipped_bit_are_saved_and_loaded(stage: int, tmp_pa
     go(run, 5, 8, {6: head_only})
     run.engine.parts.saver.finish()
     expected = values_of(run.model)
-    # As it was when it was saved; and as it was at the start, unfrozen before it is loaded.
+    # As at the save; or as at the start, and unfrozen before the load.
     for tag, prepare, flip in (
         ("mine", nothing, nothing),
         ("behind", head_only, lambda m: m.requires_grad_(True)),
@@ -195,9 +197,9 @@ def test_checkpoints_after_a_flipped_bit_are_saved_and_loaded(stage: int, tmp_pa
         again.engine.load_checkpoint(str(tmp_path), tag=tag)
         go(again, 5, 8, {6: head_only})
         for name, value in values_of(again.model).items():
-            # The run that went on has what was frozen first in groups of its own, the resumed one
-            # beside the others: a fused kernel's last elements are others, and may be rounded once
-            # more or less in a step (docs/design/updates.md).
+            # The continued run has the first frozen parameters in separate groups; the resumed run
+            # does not. The last elements of a fused kernel therefore differ and may round
+            # differently (docs/design/updates.md).
             assert int((value != expected[name]).sum()) <= KERNEL_TAIL, (tag, name)
             torch.testing.assert_close(
                 value, expected[name], rtol=3 * EPSILON, atol=3 * EPSILON, msg=f"{tag} {name}"
@@ -206,7 +208,7 @@ def test_checkpoints_after_a_flipped_bit_are_saved_and_loaded(stage: int, tmp_pa
     run.end()
 
 
-KERNEL_TAIL = 16  # elements that a vector kernel on a CPU leaves to scalar code, at most
+KERNEL_TAIL = 16  # most elements that a CPU vector kernel leaves to scalar code
 EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -271,7 +273,7 @@ def test_a_group_that_is_added_with_updates_in_backward_is_refused(
 
 
 def test_freezing_works_for_models_built_under_zero_init() -> None:
-    """Against the same model built whole."""
+    """The reference is the same model built without zero.Init."""
     found = []
     for sharded in (True, False):
         torch.manual_seed(0)
@@ -293,7 +295,7 @@ def test_freezing_works_for_models_built_under_zero_init() -> None:
         assert torch.equal(value, found[1][name]), name
 
 
-# -- what is refused
+# -- errors
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -381,7 +383,7 @@ def test_a_frozen_model_within_another_models_graph_may_be_unfrozen(
     engines = [deepseek_zero.initialize(model=Pair(seed), config=config)[0] for seed in (1, 2)]
 
     def turn(maker: Any, judge: Any, back: list[Any], steps: list[Any], number: int) -> None:
-        # The same on every rank
+        # The same data on every rank
         x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
         judge.requires_grad_(True)
         steps[1].zero_grad()
@@ -389,7 +391,7 @@ def test_a_frozen_model_within_another_models_graph_may_be_unfrozen(
         steps[1].step()
         judge.requires_grad_(False)
         if number == 1:
-            judge(maker(x))  # looked at, and not learnt from
+            judge(maker(x))  # a forward without backward
         steps[0].zero_grad()
         back[0](judge(maker(x)).square().mean() + judge(2.0 * maker(x)).mean())
         steps[0].step()
@@ -404,7 +406,7 @@ def test_a_frozen_model_within_another_models_graph_may_be_unfrozen(
 
 
 class Positions(nn.Module):
-    """A table of positions that is rebuilt for a longer input."""
+    """A model with a position table that is rebuilt for a longer input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Communicators over a part of the world: same bits, same errors, and nobody outside is asked."""
+"""Communicators over a part of the world give the same bits and errors without other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deepseek_zero.comm.transports.shared_memory import SharedMemory
 from .test_same_host import hosts
 
 CPU = torch.device("cpu")
-SIZES = [0, 3, 50_000]  # in the message, and where it lies
+SIZES = [0, 3, 50_000]  # empty, inline in the message, and in separate memory
 
 
 def one_host(rank: int) -> str:

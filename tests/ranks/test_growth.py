@@ -1,4 +1,4 @@
-"""What a step costs us in Python: the same for each unit, however many there are."""
+"""The Python cost of a step per unit does not depend on the number of units."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 
 HOME = deepseek_zero.__path__[0]
-# Comm's loops wait for other ranks, so they are not the same twice
+# Loops in Comm wait for other ranks, so their line counts vary
 MAX_IN_FLIGHT = ("sharding", "optim", "engine")
 
 
 def lines_of_a_step(blocks: int) -> int:
-    """Lines of ours that one step runs, so that a loop counts as often as it goes round."""
+    """Return the executed lines of the library in one step, each loop iteration counted."""
     run, lines = Run(3, window=0), Counter[str]()
     engine = start_engine(run, seeded(Gpt, blocks=blocks))
-    for step in range(3):  # the order is agreed on after the first
+    for step in range(3):  # ranks agree on the order of units after the first step
         train_step(engine, run, step)
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

@@ -1,6 +1,4 @@
-"""Worlds over several hosts (tests/hosts.py), and sums by host there and on one: their start, bits,
-and bytes.
-"""
+"""Runs over several hosts (tests/hosts.py), and reductions by host: start, results and bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, Reference
 from tests.training import DTYPES, Run, train_step
 
-pytestmark = pytest.mark.slow  # minutes of worlds on hosts of namespaces
+pytestmark = pytest.mark.slow  # starts ranks in network namespaces, which takes minutes
 
 RANKS = 4
 
@@ -44,7 +42,7 @@ def start(run: Run, **keys: Any) -> Any:
 
 
 def assert_trains_as_one_process(engine: Any, run: Run, per_host: int) -> None:
-    """Two steps have the losses and weights of one process that adds in the order by host."""
+    """Two steps give the bits of one process that adds in the order by host."""
     dtype, rank = DTYPES[run.dtype], dist.get_rank()
     optimizer = OPTIMIZERS[run.optimizer]
     reference = Reference(
@@ -133,13 +131,13 @@ def test_bytes_between_hosts_are_counted_and_by_host_each_is_sent_once(per_host:
 
     step()
     meter, steps = engine.runtime.comm.meter, 3
-    # The least of three: what a busy machine acknowledges and sends twice comes on top
+    # The minimum of three runs: acknowledgements and retransmissions add bytes on a busy machine
     sent = sys.maxsize
     for _ in range(3):
         meter.reset()
         dist.barrier()
         before = sent_from_here()
-        dist.barrier()  # nobody of this host has begun before all have looked
+        dist.barrier()  # no rank of this host starts before all have read the counter
         for _ in range(steps):
             step()
         dist.barrier()
@@ -175,9 +173,7 @@ def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_pat
     run = Run(3, "bf16", optimizer="adamw")
 
     def start_choosing(seed: int, link: float) -> Any:
-        """An engine that takes its link for one of so many bytes a second, after it has measured
-        it.
-        """
+        """Start an engine whose measured link rate is replaced by `link` bytes per second."""
         measured = list[float]()
 
         def pinned(comm: Any, what: str) -> float:
@@ -270,9 +266,7 @@ def test_the_configuration_sets_the_listening_address() -> None:
 
 
 def seen_after(engine: Any, way: str, folder: Path) -> list[Tensor]:
-    """What somebody sees who looks between a step and the next forward, in one of the ways there
-    are.
-    """
+    """Read states between a step and the next forward with the API call `way`."""
     params = list(engine.module.parameters())
     match way:
         case "masters":
@@ -326,7 +320,7 @@ def test_between_hosts_an_update_is_deferred_to_the_next_forward_transparently(
             )
             assert (
                 dist.get_rank() > 0 or mine is waits
-            )  # the last rank has no more of this model than padding
+            )  # the last rank's shard of this model is only padding
             seen += [*losses, *seen_after(engine, way, tmp_path / str(waits))]
         found.append(seen + [value.clone() for value in engine.state_dict().values()])
     assert len(found[0]) == len(found[1])
@@ -337,11 +331,12 @@ def test_between_hosts_an_update_is_deferred_to_the_next_forward_transparently(
 def test_an_unreachable_store_is_reported_with_its_address_on_every_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0 listens at its own loopback, as told; nobody waits for ranks that could not reach
-    it.
+    """Rank 0 listens on its loopback as configured.
+
+    No rank waits for those that cannot reach it.
     """
     monkeypatch.setenv(launch.INTERFACE, "lo")
-    monkeypatch.setenv(launch.GLOO_INTERFACE, "v0")  # or the ranks could not even say so
+    monkeypatch.setenv(launch.GLOO_INTERFACE, "v0")  # lets ranks exchange the error
     monkeypatch.setattr(context.WorldContext, "_current", None)
     with pytest.raises(
         UsageError, match=r"rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+: .*refused"
@@ -353,7 +348,7 @@ def test_an_unreachable_store_is_reported_with_its_address_on_every_rank(
 def test_gloo_is_given_every_receive_of_an_exchange_before_any_send(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other order halves what a link carries both ways at once (`benchmarks/link.py`)."""
+    """The other order halves the bidirectional throughput of a link (`benchmarks/link.py`)."""
     gloo, posted = context.WorldContext.of_this_world().gloo_over(range(3)), list[str]()
 
     def spy(verb: str) -> None:

@@ -1,8 +1,7 @@
-"""Hybrid sharding: slices within a group of ranks, the same slices in every group, one sum over the
-groups a step.
+"""Hybrid sharding: shards within a group of ranks, replicated between the groups.
 
-The reference adds in the same two levels: a group's ranks ascending, then the groups, each sum in
-fp32, rounded once.
+Gradients are reduced over the groups once per step. The reference adds in the same two levels: the
+ranks of a group in ascending order, then the groups. Each sum is formed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -150,14 +149,14 @@ def test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups
     engine, group, replicas = start(run, {"dp_replicate": 2, "dp_shard": 2}), 2, 2
     padded = sum(group.layout.padded_numel for group in engine.runtime.groups)
     weight = DTYPES[run.dtype].itemsize
-    kept = weight if accumulation == 1 else 4  # bytes of an element of the gradient that is kept
+    kept = weight if accumulation == 1 else 4  # bytes per element of the accumulated gradient
     inside = {
         0: 2 * kept,
         1: kept + weight,
         2: accumulation * weight + weight,
         3: accumulation * 3 * weight,
     }[stage]
-    expected = (group - 1) * padded // group * inside  # f x Psi x bytes, as ZeRO over the group
+    expected = (group - 1) * padded // group * inside  # f x Psi x bytes, as ZeRO within the group
     # 2 (R-1)/R x Psi/D x bytes, once
     expected += 2 * (replicas - 1) * (padded // group) // replicas * kept
     rows = 8 * (5 + group * len(engine.runtime.trained_groups)) * (WORLD - 1)
@@ -247,7 +246,7 @@ def test_an_overflow_in_one_group_skips_the_step_in_all_and_changes_nothing(stag
 @pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_backwards_without_announcement_accumulate(stage: int) -> None:
-    """Two plain backwards in a step: each sum travels by itself, and the gradient is theirs."""
+    """Two plain backwards in a step are reduced separately, and both sums are accumulated."""
     run = Run(stage, "fp32", 1)
     engine, model = start(run, {"dp_replicate": 2, "dp_shard": 2}), seeded(Gpt)
     for micro in range(2):

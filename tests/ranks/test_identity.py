@@ -1,5 +1,6 @@
-"""A message reaches the collective it belongs to, whatever names are alike; an error keeps its type
-and is told.
+"""A message reaches its collective even if names collide, and an error keeps its type.
+
+The error is also reported to the other ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ on_all_transports = pytest.mark.parametrize("transport", ["fastest", "gloo", "tc
 
 @contextmanager
 def apart(transport: str) -> Iterator[None]:
-    """Links made anew for our own sockets, with each rank on a host of its own; others as they
-    are.
-    """
+    """Give each rank a simulated host for "tcp", so that it creates new connections."""
     with hosts(str) if transport == "tcp" else nullcontext():
         yield
 
 
 def names_of_one_crc(comm: Comm) -> tuple[str, str]:
-    """A name in each of two lanes that have the same CRC in all 31 bits, as a run of some million
-    steps has them.
+    """Return a name in each of two lanes with the same 31-bit CRC.
+
+    Such collisions occur in runs of some million steps.
     """
     seen: dict[int, str] = {}
     for number in range(1 << 19):
@@ -82,7 +82,7 @@ def test_a_rank_with_a_different_collective_at_the_same_position_gets_no_data(
 
 
 class Boom(Exception):
-    """What a bug in a sum would be."""
+    """A bug in a sum."""
 
 
 def no_memory(received: Sequence[Tensor]) -> None:
@@ -118,12 +118,12 @@ def test_a_failure_inside_a_collective_on_one_rank_is_no_lost_connection(
             pieces, boxes, "reduce", "sums", raises if rank == 1 else lambda received: None
         )
         if rank == 1:
-            # Another collective's wait may take the pieces in: the fault is not that one's.
+            # Another collective may receive the pieces, but must not raise their error.
             with pytest.raises(kind, match=said) as caught:
                 pending.wait()
             assert not isinstance(caught.value, PeerError)
             with pytest.raises(kind, match=said):
-                pending.wait()  # there is no data, however often one asks
+                pending.wait()  # repeated waits raise the same error
         else:
             pending.wait()
             with pytest.raises(
@@ -177,7 +177,7 @@ def test_a_transport_that_refuses_to_send_is_no_lost_connection(
 def test_an_update_without_memory_in_a_reduction_reaches_the_other_rank_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same through an engine, where the sum is formed by whoever looks."""
+    """The same in an engine, where any collective that polls may form the sum."""
     from deepseek_zero.sharding import message
 
     engine = engine_for(seeded(Model), STAGE_3)

@@ -1,5 +1,6 @@
-"""zero.Init and meta-device construction: the plainly built model's values, and never the whole of
-it on a rank.
+"""zero.Init and construction on the meta device give the values of a plain model.
+
+No rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def test_writes_of_one_rank_before_initialize_reach_all_ranks(world: int) -> Non
     with dz.zero.GatheredParameters(
         [*reversed(listed), buffer, plain, None, *listed], modifier_rank=0
     ):
-        with dz.zero.GatheredParameters(model.head):  # whole already; the outer block cuts it again
+        with dz.zero.GatheredParameters(model.head):  # nested: gathered already
             assert model.head.weight.shape == (19, 33)
         if torch.distributed.get_rank() == 0:
             for param, value in zip(listed, expected.parameters(), strict=True):
@@ -214,7 +215,7 @@ def test_the_state_dict_of_a_model_under_construction_has_names_and_shapes() -> 
 
 
 class Tall(nn.Module):
-    """Twelve equal blocks: the whole is much larger than a block."""
+    """Twelve equal blocks, so that the model is much larger than a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class Tall(nn.Module):
 
 
 class Peak(TorchDispatchMode):
-    """Largest number of bytes in storages made under it and still alive."""
+    """Peak bytes of storages that were created under this mode and are still alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +243,7 @@ class Peak(TorchDispatchMode):
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 storage = value.untyped_storage()
-                # What is only looked at is counted where it is held
+                # Views of another rank's shared segment are counted on that rank
                 if storage._cdata not in self.alive:
                     is_held = not any(
                         storage.data_ptr() in addresses for addresses in segment_views()

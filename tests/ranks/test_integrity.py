@@ -1,5 +1,6 @@
-"""A bit that flips in memory is found at the next comparison, with rank, state and parameter, on
-every rank.
+"""A bit flip in memory is found at the next comparison on every rank.
+
+The error names rank, state and parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from deepseek_zero.engine.engine import Engine
 from deepseek_zero.sharding.backward import Backward
 from deepseek_zero.sharding.param_group import ParamGroup
 
-WRONG, STEPS, WIDTH = 1, 5, 96  # the rank whose bits flip
+WRONG, STEPS, WIDTH = 1, 5, 96  # `WRONG` is the rank with bit flips
 EXPONENT = 1 << 28
 
 
@@ -49,8 +50,9 @@ def start(
 
 
 def train(engine: Engine, flip: Callable[[Engine], None] | None = None, at: int = 2) -> list[float]:
-    """The losses.  flip: is done by one rank between two steps, the batch of which is the same on
-    all.
+    """Train and return the losses.
+
+    flip: Called on one rank between two steps. All ranks have the same batches.
     """
     losses = []
     dtype = next(engine.module.parameters()).dtype
@@ -65,7 +67,7 @@ def train(engine: Engine, flip: Callable[[Engine], None] | None = None, at: int 
 
 
 def flip_bit(values: Tensor) -> None:
-    # Past torch, as a cosmic ray is
+    # Bypass PyTorch, like a hardware error
     words = values.detach().reshape(-1).view(torch.uint8).numpy().view("u4")
     words[3] ^= EXPONENT
 
@@ -131,7 +133,7 @@ def test_halves_of_masters_are_compared_too(stage: int) -> None:
 
 @pytest.mark.ranks(3, hosts=3)
 def test_a_differing_gathered_copy_of_one_rank_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(3, transport="gloo")  # whose messages have no checksum
+    engine = start(3, transport="gloo")  # gloo messages have no checksum
     train(engine)
     point = ParamGroup.point_to_unsharded
 
@@ -229,7 +231,7 @@ def test_pieces_along_tp_are_compared_among_themselves(
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_persistent_difference_is_found_at_the_next_comparison(stage: int) -> None:
-    """Frozen weights rest from one comparison to the next."""
+    """Frozen weights do not change between two comparisons."""
     engine = start(stage, every=2, frozen=True)
 
     def flip(engine: Engine) -> None:

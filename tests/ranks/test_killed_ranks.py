@@ -1,5 +1,6 @@
-"""kill -9 of one rank of a mesh: all others raise and name its place, those too that share no group
-with it.
+"""After kill -9 of one rank of a mesh, all others raise an error that names its place.
+
+This includes ranks that share no group with it.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ def be_killed(*_: Any) -> None:
 
 
 def dies_during(axes: dict[str, int], dying: int, place: str, **keys: Any) -> None:
-    """Train; then one rank is killed in the middle of a forward, and the others go on until they
-    notice.
-    """
+    """Train, kill one rank during a forward, and check the error on all other ranks."""
     engine = engine_of(llama(), axes, config_of(3, "fp32", **keys))
     engine.train_batch(batches_of(0, engine.mesh.data_index))
     if dist.get_rank() == dying:
