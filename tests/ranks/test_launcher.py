@@ -1,7 +1,7 @@
-"""The launcher with real processes: what a rank sees, and how every way of dying ends.
+"""The launcher with real processes: the environment of ranks and the end of failing runs.
 
-Most scripts here import no torch, and most tests drive `Ranks` directly, so that a test costs a
-fraction of a second; those that start the whole command pay for one import of torch.
+Most scripts do not import torch, and most tests use `Ranks` directly, so that a test takes a
+fraction of a second. Only tests of the whole command import torch once.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def write(folder: Path, source: str, name: str = "script.py") -> Path:
 
 @dataclass
 class Ended:
-    """What is left of a run of `Ranks`."""
+    """The result of a run of `Ranks`."""
 
     death: Death | None
     cause: Death | None
-    seconds: float  # from the failure's notice to the end of all processes
+    seconds: float  # from noticing the failure to the end of all processes
     left: list[int]
     folder: Path
 
 
 def run_ranks(command: Command, size: int = 2, limit: float = 100.0) -> Ended:
-    """Drive ranks as the agent does, without torch."""
+    """Start and poll ranks as the agent does, without torch."""
     with Ranks(command) as ranks:
         ranks.start([{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)])
         deadline = time.monotonic() + limit
@@ -350,7 +350,7 @@ def test_the_ranks_of_a_killed_launcher_and_their_children_end(tmp_path: Path) -
 
 
 def living(folder: Path) -> list[int]:
-    """Those of the processes in STUBBORN's files that run still; a zombie has ended."""
+    """Return the running processes listed in STUBBORN's files, without zombies."""
     pids = [int(pid) for rank in (0, 1) for pid in (folder / f"up{rank}").read_text().split()]
     return [pid for pid in pids if runs(pid)]
 
@@ -407,8 +407,9 @@ def test_the_first_rank_keeps_the_terminal_and_the_others_may_log_to_files(tmp_p
 
 @contextmanager
 def started(*line: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
-    """The launcher as a process; killed at the end if it runs still, and its guard then ends the
-    ranks.
+    """Run the launcher as a process and kill it at the end if it still runs.
+
+    Its guard then ends the ranks.
     """
     environment = {
         name: value
@@ -418,7 +419,7 @@ def started(*line: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     environment |= {"PYTHONPATH": SOURCE, "COLUMNS": "200", **variables}
     command = [sys.executable, "-m", "deepseek_zero.cli", "run", *line]
     pipe = subprocess.PIPE
-    # A test run that a shell put into the background ignores SIGINT, and so would its children.
+    # Background jobs of a shell ignore SIGINT, and their children would inherit this.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe)
     signal.signal(signal.SIGINT, before)
@@ -448,7 +449,7 @@ PROBE = """
 
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, object]]]:
-    """What two ranks of one real launch saw."""
+    """Return the environment that two ranks of one real launch have recorded."""
     folder = tmp_path_factory.mktemp("probe")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -504,9 +505,7 @@ def test_a_failure_is_logged_once_with_its_exit_code(tmp_path: Path) -> None:
 def test_ranks_that_raise_a_moment_after_another_are_not_ended_before_they_do(
     tmp_path: Path,
 ) -> None:
-    """What fails a step often fails it on every rank, and what a script does on its error is its
-    own.
-    """
+    """Errors often occur on every rank, and each script may handle its error."""
     script = write(
         tmp_path,
         """
@@ -648,7 +647,7 @@ def test_one_launcher_on_each_node_of_a_slurm_step_is_one_training(tmp_path: Pat
         print(*[os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")])
         """,
     )
-    job = str(free_port() - 20000)  # Slurm's port is 20000 and the job's number
+    job = str(free_port() - 20000)  # Slurm's port is 20000 plus the job id
     step = {
         "SLURM_JOB_ID": job,
         "SLURM_STEP_ID": "0",
@@ -682,10 +681,8 @@ def test_one_launcher_on_each_node_of_a_slurm_step_is_one_training(tmp_path: Pat
 def test_a_launcher_that_lost_its_connection_ends_with_its_ranks(
     tmp_path: Path, asked: bool
 ) -> None:
-    """What sshd does to a command without a terminal when its client is killed: it closes the
-    pipes.
-    """
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite itself may run under nohup
+    """sshd closes the pipes of a command without a terminal if its client is killed."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the test run itself may use nohup
     script = write(
         tmp_path,
         """
@@ -727,8 +724,7 @@ def test_a_launcher_that_lost_its_connection_ends_with_its_ranks(
             assert "standard input has ended" in told and "the launcher received SIGHUP" in told
 
 
-# Ranks that save when they are asked to end (here without torch: what engine/preemption.py says to
-# the launcher).
+# Ranks that save before they end. The script replaces engine/preemption.py, without torch.
 
 SAVER = f"""
     import os, signal, sys, time

@@ -1,8 +1,7 @@
-"""What long sequences need, on each axis: the losses of ranks that share nothing, the same bits
-twice, or a refusal.
+"""Features for long sequences on each axis give the losses of a data-parallel run, or an error.
 
-One table says which; two runs of two steps on two ranks prove each of its cells, in CI those of
-each feature on one or two of the axes (DEEPSEEK_ZERO_FULL=1: all).
+TABLE lists the expected results. Two runs of two steps on two ranks check each cell and give the
+same bits. CI checks each feature on one or two axes, DEEPSEEK_ZERO_FULL=1 on all.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ WINDOW = {
     "num_sliding_window_blocks": 3,
     "attention": "unidirectional",
 }
-# What each section is, and what shows in an engine that has trained that it was in force.
+# The section of each feature, and a check that the feature was used by a trained engine.
 FEATURES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     "sparse_attention": (
         {"sparse_attention": WINDOW},
@@ -54,8 +53,8 @@ FEATURES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     ),
     "parking": (
         {CHECKPOINTS: {"policy": "full", "device": "cpu"}},
-        # The only checkpoint of the second stage is given a message, which the pipeline holds in
-        # any case.
+        # The second stage has one checkpoint, whose input is a message that the pipeline keeps
+        # anyway.
         lambda engine: (
             (engine.parts.recompute.parking.peak_bytes > 0) == (not engine.mesh.coordinates["pp"])
         ),
@@ -69,11 +68,11 @@ FEATURES: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
         lambda engine: engine.optimizer.policy(AdaptivePrecision) is not None,
     ),
 }
-# What is computed; the others change how alone
+# These features change the result; the others change only how it is computed
 CHANGES = ("sparse_attention", "tiled_mlp in bf16", "precision")
 BUILT, NOTHING = "built", "nothing is cut"
 AXES = ("tp", "sp", "pp")
-TABLE = {  # what is not BUILT or NOTHING is what the refusal says
+TABLE = {  # any other value is the expected error message
     "sparse_attention": (BUILT, BUILT, BUILT),
     "policy": (BUILT, BUILT, BUILT),
     "tiled_loss": (
@@ -125,13 +124,14 @@ def start(section: dict[str, Any], mesh: dict[str, int]) -> Any:
 
 
 def given(seed: int) -> dict[str, Tensor]:
-    # So much that it is worth parking
+    # Large enough to be offloaded
     return {name: value.repeat(1, 4) for name, value in batch(seed).items()}
 
 
 def train(engine: Any) -> tuple[list[float], list[Tensor]]:
-    """Train on the same batches on every rank; the mean loss of each step, and this rank's
-    weights.
+    """Train on the same batches on every rank.
+
+    Returns the mean loss of each step and this rank's weights.
     """
     losses = []
     for step in range(STEPS):
@@ -152,8 +152,8 @@ def train(engine: Any) -> tuple[list[float], list[Tensor]]:
 
 @cache
 def alone(feature: str | None) -> list[float]:
-    """The losses of two ranks that share nothing but sums, with that feature or without any.
-    Collective, once.
+    """Return the losses of two data-parallel ranks, with or without the feature. Collective,
+    cached.
     """
     engine = start({} if feature is None else FEATURES[feature][0], {"dp_shard": 2})
     losses, _ = train(engine)

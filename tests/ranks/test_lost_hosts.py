@@ -1,5 +1,6 @@
-"""A host that falls silent is lost on every rank of the others, by name and in time, whoever
-started the job.
+"""A silent host is reported as lost on every other rank, with its name, within the time limit.
+
+This holds for every launcher.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from deepseek_zero.comm.transports.gloo import for_connections, open_files
 from tests.hosts import DEVICE
 
 NOTHING_LEAVES = f"tc qdisc replace dev {DEVICE} root tbf rate 8bit burst 10 limit 10"
-# Seconds of silence, and until the last rank has heard of it; five times that on a busy machine
+# Seconds of silence until a host is lost, and until every rank has the error on an idle machine
 LIMIT, LATE = (2.0, 1.0)
 
 
@@ -43,7 +44,7 @@ def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(monkeypatch: pytest.Mo
     began = time.monotonic()
     if rank % 2 == 0:
         subprocess.run(NOTHING_LEAVES.split(), check=True)
-    time.sleep(LATE)  # until the link is cut each way
+    time.sleep(LATE)  # until the link is cut in both directions
     with pytest.raises(HostLost) as caught:
         comm.all_gather(torch.zeros(4 << 10), "gather", "nobody's").wait()
     assert isinstance(caught.value, PeerError)
@@ -59,8 +60,9 @@ def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(monkeypatch: pytest.Mo
 
 @pytest.mark.ranks(2, hosts=2, fresh=True)
 def test_a_connection_with_keepalive_survives_silence_which_is_logged_with_the_host() -> None:
-    """A kernel asks 127 times at most, in two minutes; here it is told to ask twice, and is silent
-    for longer.
+    """The kernel sends at most 127 keepalive probes, in two minutes.
+
+    Here it sends two, and the silence lasts longer.
     """
     comm, world = Comm(torch.device("cpu")), WorldContext.of_this_world()
     lines: list[str] = []
@@ -74,7 +76,7 @@ def test_a_connection_with_keepalive_survives_silence_which_is_logged_with_the_h
     (life,) = store._idle.values() if isinstance(store, KeyValueStore) else [store._idle]
     assert life is not None
     life.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    # A limit would not do: what this host's own queue drops a kernel does not count
+    # tc would not do: the kernel does not count packets that this host's queue drops
     if dist.get_rank():
         subprocess.run(["ip", "link", "set", DEVICE, "down"], check=True)
     time.sleep(6.5)

@@ -1,5 +1,6 @@
-"""A run with complete checkpoints never begins again in silence, and no save can spoil the
-directory it is given.
+"""A run with complete checkpoints never restarts from scratch without a warning.
+
+No save can damage the directory it is given.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def build(layout: str = "slices", stage: int = 3, **top: Any) -> Any:
 
 @contextmanager
 def warnings_of() -> Iterator[list[str]]:
-    """What rank 0 warns of in the block."""
+    """Collect the warnings of rank 0."""
     said: list[str] = []
 
     class Listen(logging.Handler):
@@ -52,7 +53,7 @@ def warnings_of() -> Iterator[list[str]]:
 
 
 def alone(action: Any) -> None:
-    """Have rank 0 do something to the disk while the others wait."""
+    """Run an action on rank 0 while the other ranks wait."""
     dist.barrier()
     if here() == 0:
         action()
@@ -84,7 +85,7 @@ def test_a_resume_finds_complete_checkpoints_of_both_layouts_whatever_latest_say
             with warnings_of() as said:
                 assert build(layout).load_checkpoint(folder) == (second, {"epoch": 7})
             assert here() or any("latest" in each and "global_step2" in each for each in said)
-        with warnings_of() as said:  # the checkpoint itself instead of the directory it lies in
+        with warnings_of() as said:  # the path of the checkpoint instead of its directory
             assert build(layout).load_checkpoint(Path(second)) == (second, {"epoch": 7})
         assert here() or any(str(folder) in each for each in said)
         alone(lambda folder=folder: (folder / "latest").mkdir())
@@ -189,7 +190,7 @@ def test_a_tag_does_not_replace_a_folder_that_is_no_checkpoint(tmp_path: Path) -
         )
         dist.barrier()
         engine.save_checkpoint(folder, tag="empty")
-        engine.save_checkpoint(folder, tag="empty")  # in the place of its own
+        engine.save_checkpoint(folder, tag="empty")  # replaces its previous checkpoint
 
 
 SECOND = """
@@ -213,7 +214,7 @@ if len(sys.argv) > 4:  # and hold what it has until it is killed, with a child t
 
 
 def second(folder: Path, layout: str, tag: str) -> str:
-    """What another job says that saves there."""
+    """Save from another job and return its output."""
     words = [sys.executable, "-c", SECOND, str(folder), layout, tag]
     return subprocess.run(
         words, capture_output=True, text=True, check=True, env=own_environment()
@@ -310,7 +311,7 @@ def test_a_folder_without_checkpoints_is_a_warning_that_names_the_folder_that_is
             assert f"Did you mean '{meant}'" in said[0], asked
     with warnings_of() as said:
         assert engine.load_checkpoint(tmp_path / "elsewhere", tag=tag) == (None, None)
-    # A program that asks for the newest checkpoint finds none at its first start.
+    # Without a tag, no warning: a program finds no checkpoint at its first start.
     assert len(said) == (here() == 0 and tag is None)
     if said:
         assert (

@@ -1,10 +1,9 @@
-"""The truth contract, memory: what is predicted from the plan is what live storages hold, found
-without our registry.
+"""The memory predicted by the plan equals the bytes of live storages.
 
-Counted is every storage that a Python tensor refers to, less those that were there before the
-engine was built. Besides weights, gradients, masters and moments that is: lent buffers the pool
-keeps, one placeholder element per group, the optimizer's step counters of 4 bytes per piece, and
-its scratch where gradients are cast or clipped.
+Storages are found without the library's registry. All storages of Python tensors count, except
+those from before the engine was built. Besides weights, gradients, main weights and moments, these
+are: pooled buffers, one placeholder element per group, the optimizer's step counters of 4 bytes per
+piece, and its scratch for casting or clipping gradients.
 """
 
 from __future__ import annotations
@@ -29,18 +28,19 @@ from tests.reference import MakeOptimizer
 from tests.training import ALL, Run, assert_is_sharded, start_engine, train_step
 
 STEPS = 3
-UNFUSED = {"foreach": False, "fused": False}  # as the runs' optimizer is (tests/reference.py)
+UNFUSED = {"foreach": False, "fused": False}  # as in the reference's optimizer (tests/reference.py)
 ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": UNFUSED}}
 
 
 def added_bytes(before: dict[int, int]) -> int:
-    """Bytes of storages that are alive now and were not then."""
+    """Return the bytes of live storages that were not alive at `before`."""
     return sum(size for address, size in live_storages().items() if before.get(address) != size)
 
 
 def assert_prediction_holds(run: Run, make: MakeOptimizer | None = None) -> Any:
-    """Train a little; the prediction made before the first step is what is found afterwards, state
-    by state and in all.
+    """Train some steps and compare the prediction with the memory in use.
+
+    The prediction is made before the first step. Each state and the total must match.
     """
     before = live_storages()
     engine = start_engine(run, seeded(), make)

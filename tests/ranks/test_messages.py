@@ -1,5 +1,6 @@
-"""A reduction in several messages keeps two of them under way, in one order, with the bits of one
-message.
+"""A reduction in several messages keeps two in flight, in one order.
+
+It gives the bits of a reduction in one message.
 """
 
 from __future__ import annotations
@@ -19,9 +20,7 @@ SMALL, ALL = 2048, 1 << 40
 
 
 def reductions(run: Run) -> tuple[list[Event], dict[str, torch.Tensor], list[str]]:
-    """The reductions of a step in the order they were issued in, the weights after it, and every
-    rank's order.
-    """
+    """Return a step's reductions in the order of issue, the weights, and every rank's order."""
     engine = start_engine(run, seeded(Gpt, hidden=600))
     train_step(engine, run, 0)
     with engine.timeline() as seen:

@@ -1,9 +1,8 @@
-"""Nothing hangs: what a rank may skip trains on, and each misuse ends in a named error on every
-living rank.
+"""Nothing hangs: each misuse ends in an error with the cause on every living rank.
 
-The error comes within seconds of the evidence (a death, an exception, another collective), never of
-patience: a rank that is late trains on, however late.  Each wait is bounded by the test's limit of
-30 seconds.
+Work that a rank may skip does not stop training. The error comes within seconds of the evidence (a
+death, an exception, another collective), never after a timeout: a late rank may be late by any
+time. Each wait is limited to 30 seconds by the test.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Uses its units in the order it is told."""
+    """A model that runs its blocks in a configurable order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ def train(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Tensor:
     return loss
 
 
-# -- what one rank may skip
+# -- work that one rank may skip
 # --------------------------------------------------------------------------------------------
 
 
@@ -129,13 +128,13 @@ def test_units_that_one_rank_does_not_use_get_zeros_from_it(
         return train(model, rank, step, backward)
 
     with pytest.MonkeyPatch.context() as patch:
-        # Ranks that wait for each other notice it at their second look
+        # A waiting rank notices this at its second poll
         patch.setattr(base, "POLL_SECONDS", 0.1)
         assert_trains_like_plain(Model, body, setting, steps=4)
 
 
 def every_unit_skipped(setting: Setting, skips: Callable[[Any, int], None], steps: int = 4) -> None:
-    """On rank 1 `skips(engine, step)` replaces the odd steps' forward and backward."""
+    """On rank 1, replace forward and backward of odd steps by `skips(engine, step)`."""
     plain, model = Plain(Model), seeded(Model)
     engine = engine_for(model, setting)
     for step in range(steps):
@@ -199,7 +198,7 @@ def test_with_sharded_weights_an_evaluation_on_one_rank_only_is_an_error_on_both
 
 
 class Boom(Exception):
-    """What the tests raise."""
+    """An error that the tests raise."""
 
 
 def raises(*_: Any) -> None:
@@ -244,7 +243,8 @@ def test_a_rank_that_raises_is_named_on_the_other(
             another()
     else:
         began = time.monotonic()
-        # A plain loss.backward() is torch's own: that it ended early is seen, and its error is not.
+        # With a plain loss.backward() the early end is detected, but the error message is not
+        # known.
         told = ".*Boom: rank 1 has a bad day" if by_engine or at != "in backward" else ""
         with pytest.raises(PeerError, match="rank 1 raised an error" + told):
             another()
@@ -270,8 +270,9 @@ def test_every_other_rank_of_three_names_the_one_that_raised(setting: Setting) -
 def test_a_rank_that_catches_its_error_and_continues_is_named_or_works(
     setting: Setting,
 ) -> None:
-    """Skipping a bad batch on one rank: the ranks are a forward apart, which only sharded weights
-    notice.
+    """One rank skips a bad batch, so the ranks differ by one forward.
+
+    Only sharded weights detect this.
     """
     model = seeded(Model)
     engine = engine_for(model, setting)
@@ -297,9 +298,7 @@ def test_a_rank_that_catches_its_error_and_continues_is_named_or_works(
 
 
 def finish_this_program() -> None:
-    """What happens at the end of a script, in a process that would otherwise serve further
-    tests.
-    """
+    """Run the exit handlers of a script and exit, instead of serving further tests."""
     atexit._run_exitfuncs()
     os._exit(0)
 
@@ -321,7 +320,7 @@ def ends_during(dying: int, how: str, setting: Setting, late_survivor: bool = Fa
             one_good_step(engine)
         ENDS[how]()
     if late_survivor:
-        time.sleep(1.5)  # the death comes first, the wait after it
+        time.sleep(1.5)  # the rank dies before the others wait
     began = time.monotonic()
     with pytest.raises(PeerError, match=rf"rank {dying}|another rank") as caught:
         for _ in range(3):
@@ -354,8 +353,9 @@ def test_a_death_before_the_survivor_waits_is_an_error_too() -> None:
 
 
 def unequal_batches(short: int, wait_after: float = 0.0) -> None:
-    """Give one rank fewer batches. wait_after: seconds for which the others stay away from the next
-    collective.
+    """Give one rank fewer batches.
+
+    wait_after: Seconds that the other ranks wait before the next collective.
     """
     model = seeded(Model)
     engine = engine_for(model, STAGE_3)
@@ -384,7 +384,7 @@ def test_unequal_numbers_of_batches_are_named_though_rank_0_ended_which_kept_the
     unequal_batches(short=0, wait_after=wait_after)
 
 
-# -- ranks that do different things
+# -- ranks with different calls
 # ------------------------------------------------------------------------------------
 
 
@@ -412,7 +412,7 @@ def test_unequal_numbers_of_batches_before_a_common_end_are_an_error_on_both(
 
 
 def finish_nothing() -> None:
-    """Reaching this means that nobody noticed."""
+    """Fail, because no rank has raised an error."""
     raise AssertionError("the ranks did different things and nobody noticed")
 
 
@@ -466,9 +466,7 @@ def test_gathered_parameters_on_one_rank_only_are_an_error_on_both(setting: Sett
 @on_two_ranks
 @on_stages_1_to_3
 def test_units_used_in_another_order_on_one_rank_still_train(setting: Setting) -> None:
-    """The schedule is walked on every rank, so a different order costs memory and no
-    correctness.
-    """
+    """Every rank follows the schedule, so another order costs only memory."""
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         inner(model).order = (0, 1, 2, 3) if rank == 0 else (2, 0, 3, 1)
@@ -479,16 +477,17 @@ def test_units_used_in_another_order_on_one_rank_still_train(setting: Setting) -
 
 @pytest.mark.ranks(2, fresh=True)
 def test_on_several_hosts_the_flight_recorder_uses_the_launchers_address() -> None:
-    """Hosts are counted by their keys: no launcher need say how many ranks each has (PyTorchJob's
-    does not).
+    """Host keys define the number of hosts, even if the launcher sets no local world size.
+
+    PyTorchJob, for example, does not.
     """
-    # By which others reach this machine, where it has a network
+    # The address under which others reach this machine, if it has a network
     own = listening_host(Hosts(0, ("a", "b")))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_WORLD_SIZE")
         patch.setenv("MASTER_ADDR", own)
         patch.setattr(shared_memory, "host_key", lambda: f"host {here()}")
-        # Often 127.0.1.1, where other hosts find nobody
+        # Often 127.0.1.1, which other hosts cannot reach
         patch.setattr("socket.gethostbyname", raises)
         engine = engine_for(seeded(Model), STAGE_1)
     world = context.WorldContext.of_this_world()
@@ -531,7 +530,7 @@ def test_an_error_caught_in_one_engine_does_not_end_the_other() -> None:
         with pytest.raises(Boom):
             one_good_step(first)
         hook.remove()
-        # Rank 0 looks at the board meanwhile, waiting in the second engine
+        # Meanwhile rank 0 waits in the second engine and polls the flight recorder
         time.sleep(4 * base.POLL_SECONDS)
     for _ in range(2):
         one_good_step(second)
@@ -543,8 +542,9 @@ def test_an_error_caught_in_one_engine_does_not_end_the_other() -> None:
 def test_units_requested_in_another_order_work_or_are_an_error_on_both(
     transport: str,
 ) -> None:
-    """Beyond the schedule a unit is gathered on demand: through shared memory nothing moves, over
-    gloo the order must agree.
+    """A unit that is not in the schedule is gathered on demand.
+
+    Shared memory needs no transfer; over gloo the ranks need the same order.
     """
     model = seeded(Model)
     engine = deepseek_zero.initialize(
@@ -604,7 +604,7 @@ def test_local_configuration_keys_may_differ(tmp_path: Path) -> None:
 @on_stages_1_and_3
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_late_rank_continues_training(late: int, setting: Setting) -> None:
-    """Late by several looks at the board."""
+    """The rank is late by several polls of the flight recorder."""
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         if not isinstance(model, Model) and here() == late and step == 1:
@@ -617,7 +617,7 @@ def test_a_late_rank_continues_training(late: int, setting: Setting) -> None:
 @on_two_ranks
 @on_stage_3
 def test_ninety_reads_of_the_flight_recorder_are_no_evidence(setting: Setting) -> None:
-    """On a clock that runs fifty times faster the late rank is 90 seconds late."""
+    """Polling is fifty times faster, so the rank is late by the polls of 90 seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "POLL_SECONDS", 0.02)
 
@@ -631,7 +631,7 @@ def test_ninety_reads_of_the_flight_recorder_are_no_evidence(setting: Setting) -
 
 @on_two_ranks
 def test_a_rank_that_is_late_at_every_collective_continues_training() -> None:
-    """Between any two collectives of one rank the other looks at the board several times."""
+    """One rank polls the flight recorder several times between two collectives of the other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "POLL_SECONDS", 0.005)
         model, plain = seeded(Model), Plain(Model)
@@ -654,9 +654,7 @@ def test_a_rank_that_is_late_at_every_collective_continues_training() -> None:
 def test_a_script_with_unequal_batches_ends_with_the_error_under_the_launcher(
     tmp_path: Path,
 ) -> None:
-    """The whole way: the launcher ends the run, with an exit code and the named error, and nothing
-    waits at exit.
-    """
+    """The launcher ends the run with an exit code and the error; no process hangs at exit."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Every kind of parameter, buffer, module and output trains as it does without sharding.
+"""Every kind of parameter, buffer, module and output trains as without sharding.
 
 Each test compares an engine on two ranks with plain copies of the same model (tests/plain.py).
 """
@@ -37,7 +37,7 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """Two linears, so that it is a unit."""
+    """Two linears, which make the block a unit."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Some blocks and a head."""
+    """Several blocks and a head."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Stack(nn.Module):
 
 
 def square(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
-    """The commonest body: one forward, one backward of the mean square."""
+    """Run the most common step: one forward, and one backward of the mean square."""
     output = model(draw(rank, step, 4, WIDTH))
     backward(output.square().mean())
     return output
@@ -78,7 +78,7 @@ def test_plain_blocks_train_like_one_process(setting: Setting) -> None:
 
 
 class TiedHead(nn.Module):
-    """Embedding and head share their weight; both stand in the root."""
+    """Embedding and head share their weight; both belong to the root unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,9 +123,7 @@ def test_weights_tied_between_two_units_train_as_one(setting: Setting) -> None:
 
 
 def frozen_some() -> nn.Module:
-    """A frozen weight inside a unit, a wholly frozen unit between trained ones, a frozen bias in
-    the root.
-    """
+    """Freeze a weight inside a unit, a unit between trained ones, and a bias of the root."""
     model = Stack(Block(), Block(), Block(), Block())
     model.blocks[0].up.weight.requires_grad_(False)
     model.blocks[2].requires_grad_(False)
@@ -134,7 +132,7 @@ def frozen_some() -> nn.Module:
 
 
 def frozen_but_last() -> nn.Module:
-    """Gradients never reach the first two units."""
+    """Freeze all but the last unit, so that backward never reaches the first two."""
     model = Stack()
     model.requires_grad_(False)
     model.blocks[2].requires_grad_(True)
@@ -142,7 +140,7 @@ def frozen_but_last() -> nn.Module:
 
 
 def frozen_but_first() -> nn.Module:
-    """Gradients pass through wholly frozen units to the only trained one."""
+    """Freeze all but the first unit, so that gradients pass through frozen units."""
     model = Stack()
     model.requires_grad_(False)
     model.blocks[0].requires_grad_(True)
@@ -158,7 +156,7 @@ def test_frozen_parameters_do_not_change_while_others_train(
 
 
 class Adapter(nn.Module):
-    """PEFT's pattern: a frozen linear with a small trained one beside it."""
+    """A frozen linear with a small trained one, as in PEFT."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -197,7 +195,7 @@ def test_blocks_reused_within_a_forward_train(setting: Setting) -> None:
 
 
 class SharedBlock(Stack):
-    """The same module object stands twice in the list."""
+    """The list contains the same module object twice."""
 
     def __init__(self) -> None:
         shared = Block()
@@ -210,7 +208,7 @@ def test_a_block_that_is_used_twice_in_the_model_trains(setting: Setting) -> Non
 
 
 class Unused(Stack):
-    """A parameter in a unit, a parameter in the root and a whole unit that no forward uses."""
+    """Has a parameter in a unit, one in the root, and a whole unit that no forward uses."""
 
     def __init__(self) -> None:
         super().__init__(Block(), Block(), Block(), Block())
@@ -229,7 +227,7 @@ def test_unused_parameters_keep_their_values(setting: Setting) -> None:
 
 
 class Mixture(nn.Module):
-    """Experts chosen by the data: ranks and steps use different ones, some none at all."""
+    """Experts are chosen by the data: ranks and steps use different ones, some use none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +256,7 @@ def few_tokens(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> An
 
 
 LEAF = {"leaf_module": {"classes": ["Mixture"]}}
-FUSED = {"stage3_module_granularity_threshold": 10_000}  # all of it is one unit
+FUSED = {"stage3_module_granularity_threshold": 10_000}  # the whole mixture is one unit
 
 
 @pytest.mark.parametrize(
@@ -271,9 +269,7 @@ def test_experts_used_by_some_ranks_in_some_steps_train(setting: Setting) -> Non
 
 
 class External(nn.Module):
-    """Reads another unit's weight by a bare functional call, before and after that unit's own
-    turn.
-    """
+    """Reads another unit's weight in F.linear, before and after that unit runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +294,7 @@ class Reader(Block):
 
     def __init__(self, other: Block) -> None:
         super().__init__()
-        self.other = (other,)  # not a child
+        self.other = (other,)  # in a tuple, so that it is not a child
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + F.linear(x, self.other[0].up.weight)[:, :WIDTH]
@@ -315,9 +311,7 @@ def test_a_unit_that_reads_another_units_weight_trains(setting: Setting) -> None
 
 
 class OddSizes(nn.Module):
-    """0-dim, empty and odd-sized parameters, in the root and in units, and a unit that holds only
-    empty ones.
-    """
+    """0-dim, empty and odd-sized parameters in root and units, and a unit of empty ones."""
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -385,8 +379,8 @@ class MixedDtypes(nn.Module):
                 + self.in_64(x.double()).float()
                 + self.in_16(x.bfloat16()).float()
             )
-            # Divided, or training grows until a last bit of fp32, which differs by torch's version,
-            # turns a bf16.
+            # Without the division, training grows until a difference in the last bit of fp32
+            # between versions of torch changes a bf16 value.
             return torch.where(self.flags, x, x * self.codes / 8)
 
     def __init__(self) -> None:
@@ -409,9 +403,7 @@ def test_mixed_dtypes_round_trip_and_the_first_forward_is_exact(setting: Setting
 
 
 class MixedWithoutHalf(MixedDtypes):
-    """bfloat16 gradients are summed differently; without them plain and sharded training agree to
-    rounding.
-    """
+    """Without bfloat16 gradients, which are summed differently, training agrees up to rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -429,8 +421,9 @@ def test_mixed_dtypes_train(setting: Setting) -> None:
 
 
 class Buffers(nn.Module):
-    """Batch norms inside and outside units; integer, boolean, scalar, empty, expanded, sparse and
-    unsaved buffers.
+    """Batch norms in and outside units, and buffers of many kinds.
+
+    The buffers are integer, boolean, scalar, empty, expanded, sparse and non-persistent.
     """
 
     class Part(nn.Module):
@@ -550,7 +543,7 @@ class WholeList(nn.Module):
 
 
 class OwnFunction(torch.autograd.Function):
-    """Saves a parameter itself and reads it in backward."""
+    """Saves a parameter and reads it in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -577,7 +570,7 @@ class Custom(Stack):
 
 
 class InPlace(Stack):
-    """In-place changes of a unit's output and of what a unit got."""
+    """Changes a unit's output and input in place."""
 
     class Part(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -647,7 +640,7 @@ class PlainObject:
 
 
 class Cyclic(PlainObject):
-    """Knows itself and the module it came from."""
+    """Refers to itself and to the module that returned it."""
 
     def __init__(self, hidden: Tensor, extra: Any) -> None:
         super().__init__(hidden, extra)
@@ -656,7 +649,7 @@ class Cyclic(PlainObject):
 
 
 class ModelOutput(OrderedDict):  # type: ignore[type-arg]
-    """Hugging Face's pattern: a mapping whose entries are attributes too."""
+    """A mapping whose entries are also attributes, as in Hugging Face Transformers."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -688,7 +681,7 @@ SHAPES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]
 
 
 class Returning(nn.Module):
-    """Units and the root return the same kind of thing; `extra` is a tensor that no loss uses."""
+    """Units and root return the same kind of output; no loss uses the tensor `extra`."""
 
     class Part(Block):
         kind = "tensor"
@@ -728,7 +721,7 @@ def test_every_kind_of_output_trains(kind: str, setting: Setting) -> None:
 
 
 class ReturnsNone(nn.Module):
-    """Units and root return None and leave their result in the argument."""
+    """Units and root return None and store their result in the argument."""
 
     class Part(Block):
         def forward(self, held: dict[str, Tensor]) -> None:  # type: ignore[override]
@@ -767,7 +760,7 @@ class SeveralOutputs(Stack):
 @on_stages_1_to_3
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 2), (3,)], ids=str)
 def test_a_loss_of_some_outputs_only_trains(used: tuple[int, ...], setting: Setting) -> None:
-    """Outputs 1.. are hidden states: units after the last one used get no gradient."""
+    """Outputs 1.. are hidden states: units after the last one in the loss get no gradient."""
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         head, hidden = model(draw(rank, step, 4, WIDTH))
@@ -808,7 +801,7 @@ def test_the_gradient_of_the_input_is_the_plain_one(setting: Setting) -> None:
 
 
 class Silent(nn.Module):
-    """Leaves its result in what it was given, and returns nothing."""
+    """Stores its result in the argument and returns None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -840,7 +833,7 @@ def test_a_unit_that_returns_nothing_while_an_exception_is_handled_has_not_faile
         except LookupError:
             out = model(draw(rank, step, 4, WIDTH))
             if rank == here() == 0 and hasattr(model, "module"):
-                # The other rank, which waits, looks whether this one has failed
+                # The other rank waits and checks meanwhile whether this one has failed
                 time.sleep(3 * POLL_SECONDS)
             backward(out.square().mean())
         return out

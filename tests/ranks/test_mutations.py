@@ -1,8 +1,7 @@
-"""Damaged at random, a checkpoint or an export gives the right weights and moments, or an error of
-the house that names
-what is wrong: never other values, never another error.
+"""A randomly damaged checkpoint or export loads correctly or raises an error of the library.
 
-150 times per layout; DEEPSEEK_ZERO_FULL=1 takes twenty times as many.
+The error names the damage. Other values or other errors never occur. Each layout is damaged 150
+times, with DEEPSEEK_ZERO_FULL=1 twenty times as often.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def start(seed: int, layout: str, stage: int = 3) -> Any:
     return deepseek_zero.initialize(model=model(seed), config=config)[0]
 
 
-# -- what may happen to files
+# -- damage to files
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -174,7 +173,7 @@ WAYS: list[Callable[[list[Path], random.Random], None]] = [
 ]  # fmt: skip
 
 
-# -- what must come of it
+# -- checks
 
 
 def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
@@ -239,7 +238,7 @@ def test_a_damaged_checkpoint_gives_correct_values_or_an_error_that_names_it(
             shutil.rmtree(broken, ignore_errors=True)
             shutil.copytree(whole, broken)
             paths = files_in(broken / path) if (broken / path).is_dir() else [broken / path]
-            # One file of another export is that export, whole
+            # A single file of another export is a complete export
             if chance.random() < 0.1 and layout != "file":
                 of_another_save(paths, chance, other, broken)
             else:
@@ -261,5 +260,5 @@ def test_a_damaged_checkpoint_gives_correct_values_or_an_error_that_names_it(
             counts["right"] += 1
             assert not differences(found, told), f"{number}: wrong values without a word"
         dist.barrier()
-    assert min(counts.values()) > COUNT // 100, counts  # both were seen
+    assert min(counts.values()) > COUNT // 100, counts  # both results occurred
     assert time.monotonic() - began < (2000 if COUNT > 300 else 200)

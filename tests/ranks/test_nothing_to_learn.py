@@ -1,5 +1,6 @@
-"""A loss without a graph, and a step without a backward: never silence, never a hang, and nothing
-moves.
+"""A loss without a graph, or a step without backward, gives an error or a warning on all ranks.
+
+It never hangs and changes no weights.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def test_a_loss_that_requires_no_gradient_on_any_rank_is_an_error_on_all(stage: 
                 for _ in range(accumulation):
                     engine.backward(make(engine))
                     engine.step()
-            assert len(warnings) == (1 if make is makers[0] else 0)  # once, on each rank
+            assert len(warnings) == (1 if make is makers[0] else 0)  # once on each rank
             engine.set_gradient_accumulation_boundary(True)
         assert_same(before, engine.module_state_dict())
         train(engine, 1)
@@ -131,7 +132,7 @@ def test_a_step_without_a_backward_changes_nothing_and_is_logged(stage: int) -> 
         assert all("no gradient" in text for text in warnings)
         assert not engine.was_step_applied() and not engine.optimizer.overflow
         assert (engine.global_steps, engine.skipped_steps) == (4, 1)
-        # Nor does a forward alone, or a gradient that is asked for by itself, make one
+        # A forward without backward, or torch.autograd.grad, does not create gradients for a step
         with torch.no_grad():
             engine(data(0))
         x = data(0).requires_grad_()
@@ -143,7 +144,7 @@ def test_a_step_without_a_backward_changes_nothing_and_is_logged(stage: int) -> 
         for each in (engine, without):
             for step in range(3 * accumulation):
                 train(each, step + 10)
-        # What is owed is paid in an idle step
+        # A step without gradients applies a delayed update
         if not zero or "delayed_update_after" not in zero["offload_optimizer"]:
             assert_same(engine.module_state_dict(), without.module_state_dict())
         engine.destroy()
@@ -179,7 +180,7 @@ def test_a_plain_step_without_gradients_does_nothing_like_torch_and_is_logged(st
                     (net_(x) - 1.0).square().mean().backward()
                 each.step()
                 if step == 3:
-                    each.step()  # gradients stay until zero_grad: another step with the same ones
+                    each.step()  # uses the same gradients, which are kept until zero_grad
     told = [text for text in warnings if "no gradient" in text]
     assert [text[:7] for text in told] == ([] if here() else ["step 3:"])
     found = model.state_dict()

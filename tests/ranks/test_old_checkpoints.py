@@ -1,11 +1,10 @@
-"""Checkpoints that commit bcf5641 wrote (tests/data/checkpoints) load, and training goes on as that
-commit's run did.
+"""Checkpoints written by commit bcf5641 (tests/data/checkpoints) load and continue to train.
 
-What is loaded is compared bit by bit.  What is computed afterwards has the same bits on the kind of
-machine that wrote the files (same torch, same instruction set, and the same result of `probe`);
-other kernels round otherwise, so elsewhere it is compared with a tolerance.  So it is for
-OTHER_BITS: the last elements of parameters whose length is not a multiple of 8 were computed by
-another formula then (docs/design/updates.md), and in that run it shows.
+Loaded values are compared bit by bit. Later steps have the same bits on the kind of machine that
+wrote the files (same torch, same instruction set, and the same result of `probe`). Other kernels
+round differently, so on other machines the comparison has a tolerance. OTHER_BITS always has one:
+another formula computed the last elements of parameters whose length is not a multiple of 8
+(docs/design/updates.md).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from tests.data.checkpoints.make import (
 )
 
 DATA = Path(__file__).parents[1] / "data" / "checkpoints"
-# Relative and absolute, on another machine.  Three steps of AdamW at a rate of 0.01 move a weight
-# by 0.03 at most. Where numbers are rounded to 16 bits or to codes, a difference in the last bit
-# can become one of a whole step.
+# Relative and absolute tolerances on another machine. Three AdamW steps with a rate of 0.01 move a
+# weight by at most 0.03. In 16 bits or quantized, a difference in the last bit can become one of a
+# whole step.
 EXACT, ROUNDED = 1e-5, 1e-2
 OTHER_BITS = ("tp_pp",)
 TO_ONE_RANK = (
@@ -51,9 +50,7 @@ TO_ONE_RANK = (
 
 
 def unpacked(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Unpack the files of a case into a folder of this rank; return the folder and what is
-    expected.
-    """
+    """Unpack the files of a case into this rank's folder; return it and the expected values."""
     out = folder / str(dist.get_rank() if dist.is_initialized() else 0)
     with zipfile.ZipFile(DATA / f"{name}.zip") as packed:
         packed.extractall(out)
@@ -61,15 +58,13 @@ def unpacked(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def tag_of(folder: Path) -> str:
-    """The only checkpoint in an unpacked folder."""
+    """Return the name of the only checkpoint in an unpacked folder."""
     (found,) = [path.name for path in folder.iterdir() if path.is_dir()]
     return found
 
 
 def seed_for(name: str) -> int:
-    """The seed of a model to load into: another one than the saved model's, unless the file lacks
-    some weights.
-    """
+    """Return another seed than the saved model's, unless the file lacks some weights."""
     return 5 if name == "without_frozen" else 6
 
 
@@ -82,9 +77,7 @@ def assert_final(
     *,
     same_bits: bool,
 ) -> None:
-    """The losses and weights after the load are those of the run that was not interrupted.
-    Collective.
-    """
+    """Check that losses and weights equal those of the uninterrupted run. Collective."""
     told = [float.fromhex(loss) for loss in expected["by_rank"][dist.get_rank()]["losses"]]
     found, final = whole_weights(engine), load_file(folder / "final.safetensors")
     assert found.keys() == final.keys()
@@ -119,7 +112,7 @@ def test_a_checkpoint_of_commit_bcf5641_resumes(tmp_path: Path, name: str, world
     told = expected["by_rank"][dist.get_rank()]["states"]
     if (
         folder / tag_of(folder) / "mp_rank_00_model_states.pt"
-    ).exists():  # it has rank 0's buffers only
+    ).exists():  # it has only the buffers of rank 0
         told["norm.mean"] = expected["by_rank"][0]["states"]["norm.mean"]
     assert {key: digest(value) for key, value in states.items()} == told
     losses = train(engine, case, case.saved_after, case.saved_after + STEPS_AFTER)
@@ -135,7 +128,7 @@ def test_one_rank_at_stage_0_reads_what_several_ranks_of_bcf5641_wrote(
     case = CASES[name]
     folder, expected = unpacked(name, tmp_path)
     alone = replace(case, stage=0, mesh=None, zero={})
-    if name in ("one_bit_adam", "delayed"):  # their optimizer has a state that needs its section
+    if name in ("one_bit_adam", "delayed"):  # their optimizer state needs its section
         alone = replace(case, mesh=None)
     engine = start(alone, str(tmp_path), seed=6)
     engine.load_checkpoint(str(folder), tag=tag_of(folder))
@@ -156,6 +149,6 @@ def test_weights_that_bcf5641_exported_are_trained_from(tmp_path: Path, kind: st
         engine.load_weights(folder / kind)
     assert {key: digest(value) for key, value in whole_weights(engine).items()} == expected["live"]
     losses = train(engine, EXPORTED, 2, 2 + STEPS_AFTER)
-    # Those hold the fp32 masters, and the run that was saved began with the bf16 weights
+    # The other kinds hold fp32 main weights, but the saved run started from bf16 weights
     if kind != "shards":
         assert_final(engine, losses, EXPORTED, folder, expected, same_bits=True)

@@ -1,5 +1,7 @@
-"""OneBitAdam, through the engine's door: Adam's bits until freeze_step, then those of one process
-that does for all ranks what each of them does; what signs leave out is part of a run's state.
+"""OneBitAdam in the engine gives Adam's bits until freeze_step.
+
+Afterwards it gives the bits of one process that simulates all ranks. The error-feedback buffers are
+part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ from tests.training import DTYPES, Run, train_step
 FREEZE, STEPS = 3, 6
 PARAMS = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": FREEZE}
 BETA1, BETA2 = 0.9, 0.999
-# Doubles every other step
+# The loss scale doubles every other step
 FP16 = {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 2, "hysteresis": 1}
 
 
 def start(run: Run, seed: int = 7, name: str = "OneBitAdam", **zero: Any) -> Any:
-    """The engine of a run with the optimizer of that name.  zero: keys of zero_optimization."""
+    """Start an engine with the optimizer `name`.
+
+    zero: Keys of zero_optimization.
+    """
     config = run.config()
     config["zero_optimization"] |= zero
     config["fp16"] = FP16 if run.dtype == "fp16" else {"enabled": False}
@@ -47,22 +52,23 @@ def start(run: Run, seed: int = 7, name: str = "OneBitAdam", **zero: Any) -> Any
 
 
 def signs_of(values: Tensor, count: int) -> Tensor:
-    """What comes out of the codec of signs, by its definition."""
+    """Compress values to signs and decompress them by definition."""
     scale = (values.double().square().sum() / max(count, 1)).sqrt().float()
     return torch.where(values >= 0, scale, -scale)
 
 
 @dataclass
 class OneBit(Reference):
-    """The reference that from `freeze` steps on exchanges signs of momenta.  layouts: of the flat
-    buffers.  scale: that losses are multiplied by, a power of two.
+    """A reference that exchanges signs of momenta after `freeze` steps.
+
+    layouts: Layouts of the flat buffers. scale: Loss scale, a power of two.
     """
 
     layouts: Sequence[Any] = ()
     scale: float = 1.0
     steps: int = 0
     momenta: list[Tensor] = field(default_factory=list)
-    # By buffer and rank; of owners by -1 - rank
+    # Error feedback by buffer and rank; owners have the key -1 - rank
     left: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def micro_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
@@ -140,9 +146,7 @@ class OneBit(Reference):
         return found
 
     def by_owner(self, layout: Any, values: Tensor, left: Any) -> Tensor:
-        """Signs of each owner's part, of which padding is zero; what they leave out goes to
-        `left`.
-        """
+        """Compress each owner's part to signs and pass the error to `left`. Padding is zero."""
         for low, high in layout.gaps:
             values[low:high] = 0
         parts = []
@@ -176,7 +180,7 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
     engine = start(run)
     for group in engine.optimizer.param_groups:
         group["fused"] = (
-            # As the reference's kernels: none that treats the last elements of a tensor otherwise
+            # As in the reference, whose kernel has no special case for the last elements
             False
         )
     groups = engine.runtime.groups
@@ -223,7 +227,7 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
 
 @pytest.mark.ranks(2)
 def test_the_warm_up_is_that_of_adamw_with_its_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    # So that both have one layout, and kernels the same last elements
+    # Gives both the same layout, so that kernels have the same last elements
     monkeypatch.setattr(update, "GRAIN", 1)
     run = Run(1, "bf16")
     engine, plain = start(run), start(run, name="AdamW")
@@ -253,7 +257,7 @@ def test_a_run_resumes_bit_for_bit_before_and_after_freeze_step(stage: int, tmp_
             assert all(map(torch.equal, train_step(other, run, step), losses[step]))
         assert_same_bits(masters_of(other), masters, f"masters from {tag}")
     assert not said
-    with pytest.MonkeyPatch.context() as patch:  # as of groups that lie otherwise, in another world
+    with pytest.MonkeyPatch.context() as patch:  # simulates another layout in another world
         patch.setattr(
             load, "place_of", lambda group, piece: (piece.name(group.members[0]), "elsewhere")
         )

@@ -1,6 +1,4 @@
-"""Updates by compiled kernels: the bits of PyTorch's operations, and those of a plain PyTorch
-loop.
-"""
+"""Compiled update kernels give the bits of PyTorch's operations and of a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -46,8 +44,9 @@ def config(kernels: str, optimizer: str, zero: dict[str, Any]) -> dict[str, Any]
 def trained(
     settings: dict[str, Any], width: int = 13, expects: bool | None = None
 ) -> dict[str, Tensor]:
-    """Train a few steps; return whole weights and states. expects: whether all shards are updated
-    by kernels.
+    """Train a few steps; return full weights and states.
+
+    expects: Whether all shards are updated by kernels.
     """
     engine, optimizer, *_ = dz.initialize(model=model(width), config=settings)
     if expects is not None:

@@ -1,6 +1,4 @@
-"""Every optimizer over slices gives what it gives over whole parameters, also those that need whole
-tensors.
-"""
+"""Every optimizer on shards gives the result on full parameters, also if it needs full tensors."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def build(layout: str, accumulation: int = 1, **batch: int) -> Any:
 
 @contextmanager
 def warnings_of() -> Iterator[list[str]]:
-    """Collect what the library warns of on this rank."""
+    """Collect the warnings of the library on this rank."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

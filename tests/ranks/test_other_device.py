@@ -1,6 +1,4 @@
-"""A device that is a GPU in all but hardware (tests/toy): states and activations beside it, alone
-and on two ranks.
-"""
+"""States and activations on a simulated GPU (tests/toy), with one rank and with two."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ CASES = (
 )
 
 
-# Alone, copies out of the host wait longest: two ranks talk over the host, which waits for them.
-# CI takes what moves states and what parks activations; DEEPSEEK_ZERO_FULL=1 takes all.
+# Copies from the host are latest on a single rank, because two ranks communicate on the host. CI
+# runs the cases that move states and offload activations; DEEPSEEK_ZERO_FULL=1 runs all.
 RUNS = [(case, ranks) for case in CASES for ranks in (1, 2)]
 if not is_full():
     RUNS = [

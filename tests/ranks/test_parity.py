@@ -1,6 +1,4 @@
-"""The truth contract, results: sharded training gives the bits of one process that adds gradients
-in the stated order.
-"""
+"""Sharded training gives the bits of one process that adds gradients in the documented order."""
 
 from __future__ import annotations
 
@@ -25,18 +23,17 @@ AXES = {
     "accumulation": (1, 2),
     "ranks": (2, 3),
     "window": (0, ALL),
-    "clipping": (0.0, 0.3),  # the norm of these gradients is about 1, so 0.3 always cuts
+    "clipping": (0.0, 0.3),  # the norm of these gradients is about 1, so 0.3 always clips
     "optimizer": ("sgd", "adamw"),
     "transport": ("fastest", "gloo"),
     "tier": ("none", "cpu", "nvme"),
 }
-# Only three fp32 summands show in which order they were added: two commute, and bf16 ones add up
-# exactly in fp32.
+# Only three fp32 summands reveal the order: two commute, and sums of bf16 are exact in fp32.
 SHOWS_ORDER = [(stage, "fp32", 2, 3, 0, 0.0, "adamw", "fastest", "none") for stage in AXES["stage"]]
 
 
 def masters_of(engine: object) -> dict[str, Tensor]:
-    """Whole fp32 masters by name.  Collective."""
+    """Return the full fp32 main weights by name. Collective."""
     named = engine.module.named_parameters()  # type: ignore[attr-defined]
     found = {name: safe_get_full_fp32_param(parameter) for name, parameter in named}
     return {name: master for name, master in found.items() if master is not None}
@@ -53,7 +50,7 @@ def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor], what: st
 
 
 def furthest(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """The largest difference between two sets of parameters."""
+    """Return the largest difference between two sets of parameters."""
     return max(float((left[name].double() - right[name].double()).abs().max()) for name in left)
 
 
@@ -156,8 +153,8 @@ def test_above_accumulation_1_stages_0_and_1_agree_bit_by_bit_and_so_do_2_and_3(
 def test_above_accumulation_1_the_two_pairs_of_stages_stay_within_a_millionth(
     ranks: int, dtype: str, steps: int
 ) -> None:
-    # One step in bf16: a master that differs in its last bit may round to another weight, and the
-    # next gradients see that.
+    # One step in bf16: a difference in the last bit of a main weight may round to another weight,
+    # which changes the next gradients.
     found = []
     for stage in (1, 2):
         run = Run(stage, dtype, 2)
@@ -209,8 +206,9 @@ def test_the_reference_agrees_with_the_plain_loop_and_its_two_orders_of_adding_d
 
 
 def _fused_adamw_run(run: Run) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms and masters of a short run with torch's fused AdamW, which every stage must cut
-    alike.
+    """Return norms and main weights of a run with torch's fused AdamW.
+
+    Every stage must shard alike.
     """
     engine = start_engine(
         run, copy.deepcopy(seeded(Gpt)), lambda params: torch.optim.AdamW(params, lr=0.01)

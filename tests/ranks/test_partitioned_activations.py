@@ -1,6 +1,4 @@
-"""Partitioned activations: each tensor-parallel rank keeps its share, with the bits of a run that
-keeps all.
-"""
+"""Each tensor-parallel rank keeps a shard of partitioned activations, without changing a bit."""
 
 from __future__ import annotations
 
@@ -68,7 +66,7 @@ def test_shares_have_the_stated_size_and_change_no_bit(place: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_all_gathers_except_the_first_overlap_with_recomputation() -> None:
-    """By the order in which gathers begin, layers compute and gathers are waited for: no clock."""
+    """Check the order in which gathers begin, layers compute and gathers end, without a clock."""
     many = 6
     engine, events = (
         engine_of({"partition_activations": True}, 1, many, tp=2),

@@ -1,5 +1,6 @@
-"""Pipelines between processes: shared memory and gloo, the bits of one process; a rank that dies, a
-late one.
+"""Pipelines over shared memory and gloo give the bits of one process.
+
+Also tests a rank that dies and a late rank.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def test_three_processes_fewer_micro_batches_and_a_short_one(transport: str) -> 
 
 @pytest.mark.ranks(2)
 def test_large_messages_and_a_late_rank() -> None:
-    """Messages above what travels inline, while one rank is late now and then."""
+    """Messages are larger than the inline limit, and some ranks are late."""
 
     class Late(States):
         def gather(self, stage: int) -> None:

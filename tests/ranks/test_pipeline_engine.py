@@ -1,5 +1,6 @@
-"""Pipelines under the engine: stages with ZeRO 0 to 3, tied weights, shards and tensor parallelism,
-to the bits.
+"""Pipelines in the engine with ZeRO stages 0 to 3, tied weights, shards and tensor parallelism.
+
+The results have the bits of a run without pipeline.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def engine_of(model: nn.Module, mesh: dict[str, int] | None, config: dict[str, A
 
 
 def assert_parts_of(whole: dict[str, torch.Tensor], engine: Any) -> None:
-    """This rank's parameters are its parts of the whole ones, to the bit."""
+    """Check that this rank's parameters equal their parts of the full ones bit by bit."""
     own = dict(engine.module.named_parameters())
     assert own
     found = engine.module.state_dict()
@@ -83,7 +84,7 @@ def test_two_stages_train_to_the_bits_of_one_process(
 ) -> None:
     top = {"pipeline": {"schedule": schedule, "virtual": virtual_stages}}
     engine = engine_of(llama(), {"pp": 2}, config_of(stage, dtype, **top))
-    # Both ranks of the reference see the same batches: the mean of two equal gradients is exact.
+    # Both ranks of the reference have the same batches: the mean of two equal gradients is exact.
     reference = engine_of(llama(), {"dp_replicate": 2}, config_of(0, dtype))
     for step in range(3):
         loss, expected = (
@@ -171,7 +172,7 @@ def test_parameters_frozen_on_any_stage_can_be_excluded_from_the_state_dict(stag
     engine = engine_of(model, {"pp": 2}, config_of(stage, "fp32"))
     assert engine.module_state_dict().keys() == names
     kept = engine.module_state_dict(exclude_frozen_parameters=True)
-    assert names - kept.keys() == frozen | {"lm_head.weight"}  # which is tied
+    assert names - kept.keys() == frozen | {"lm_head.weight"}  # tied to the embedding
 
 
 @pytest.mark.ranks(2)
@@ -190,7 +191,7 @@ def test_unsupported_operations_of_a_stage_are_refused_by_name() -> None:
             config_of(3, "fp32") | {"zero_optimization": {"stage": 3, "vertical_micro_batches": 2}},
         )
     table = str(deepseek_zero.plan(llama(), config_of(1, "fp32"), ranks=2, mesh={"pp": 2}))
-    assert "2 stages on 2 ranks" in table  # by the model's dummy_inputs
+    assert "2 stages on 2 ranks" in table  # traced with the model's dummy_inputs
 
 
 @pytest.mark.ranks(2)

@@ -1,5 +1,6 @@
-"""The plain loop over stages: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, to
-the bits.
+"""The plain loop over stages: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`.
+
+The results have the bits of a run without pipeline.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def joined(batches: list[Batch]) -> Batch:
 
 
 def calls_of(engine: Any, batches: list[Batch]) -> list[Tensor]:
-    """One step of the plain loop."""
+    """Run one step of the plain loop and return the losses."""
     losses = []
     for batch in batches:
         loss = engine(**batch).loss
@@ -83,8 +84,9 @@ def assert_parts_of(whole: dict[str, Tensor], engine: Any) -> None:
 
 
 def assert_trains_alike(engine: Any, reference: Any, calls: int, parts: int, steps: range) -> None:
-    """Train both by the same micro-batches.  Both ranks of the reference see the same ones, so its
-    means are exact.
+    """Train both engines with the same micro-batches and compare them.
+
+    Both ranks of the reference have the same micro-batches, so its means are exact.
     """
     many = calls * parts
     for step in steps:
@@ -144,18 +146,16 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all_stages() -> None:
 
 
 def grads_of(runtime: Any) -> list[Tensor]:
-    """This rank's slices of the reduced gradients."""
+    """Return this rank's shards of the reduced gradients."""
     found = [group.gradient.sum.reduced() for group in runtime.trained_groups]
     return [grad.clone() for grad in found if grad is not None]
 
 
 @pytest.mark.ranks(4, timeout=150)
 def test_seed_000s_api_with_stages_and_tensor_parallelism() -> None:
-    """Each backward is reduced, and adds to those before it until zero_grad, as with torch's
-    optimizers.
-    """
+    """Each backward is reduced and accumulated until zero_grad, as with torch's optimizers."""
     model = llama(tied=True)
-    # Of the whole model
+    # The parameters of the whole model
     optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.01, optimizer_type="adamw")
     zero = deepseek_zero.DeepSeekZeRO3(
         model, pp_degree=2, mp_degree=2, stage=3, pipeline={"micro_batches": 2}

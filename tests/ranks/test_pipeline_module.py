@@ -1,6 +1,4 @@
-"""A model written as a list of layers, under DeepSpeed's names: trained to the bits of one
-process.
-"""
+"""A model as a list of layers, with DeepSpeed's names, trains to the bits of one process."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def engine_of(model: PipelineModule, stage: int, mesh: Any = None, **more: Any) 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
     engine = engine_of(module_of(2), stage)
-    # Both ranks of the reference take the same batches.
+    # Both ranks of the reference have the same batches.
     reference = engine_of(module_of(1), 0, {"dp_replicate": 2})
     assert engine.is_pipe_parallel() and engine.stage_id == engine.grid.get_stage_id()
     assert engine.is_first_stage() is not engine.is_last_stage()
@@ -100,8 +98,7 @@ def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_batches_may_differ_in_shape_if_the_list_allows_it() -> None:
-    # Clipping would scale by a norm that two stages add up in another order: the last bit may
-    # differ.
+    # No clipping: two stages add the norm in another order, so its last bit may differ.
     unclipped = {"gradient_clipping": 0.0}
     engine, alone = (
         engine_of(module_of(stages, dynamic_shape=True), 0, **unclipped) for stages in (2, 1)
@@ -123,7 +120,7 @@ def test_a_mesh_that_the_list_does_not_have_is_refused() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_files_hold_the_layers_of_all_stages(stage: int, tmp_path: Path) -> None:
-    """Each rank has built its own layers alone."""
+    """Each rank has built only its layers."""
     folder = [str(tmp_path)]
     dist.broadcast_object_list(folder)
     where = Path(folder[0])
