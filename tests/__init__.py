@@ -1,3 +1,4 @@
-"""The tests; a package, so that `import tests.rank_pool` means this folder and nothing installed
-elsewhere.
+"""The test suite.
+
+It is a package so that `import tests.rank_pool` never finds an installed module.
 """

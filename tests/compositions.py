@@ -1,9 +1,8 @@
-"""Axes of ranks together, with every stage of ZeRO and every number format: a run on them, and the
-run it must equal.
+"""Compare training on combined mesh axes with one process, for every ZeRO stage and dtype.
 
-The reference is one process: the virtual axis in place of "tp", the micro-batches of all ranks
-accumulated in the contract's order (tests/reference.py).  Ranks are threads of this process
-(tests/in_process.py); their engines are built as `initialize` builds them.
+The reference is one process: it uses the virtual axis instead of "tp" and accumulates the
+micro-batches of all ranks in the contract's order (tests/reference.py). The ranks are threads of
+this process (tests/in_process.py). `initialize` builds their engines.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ Tokens = dict[str, Tensor]
 
 
 def llama(layers: int) -> nn.Module:
-    """A tiny model with as many key and value heads as heads, so that ranks along "tp" share
-    none.
-    """
+    """A tiny model with one key-value head per head, so that ranks along "tp" share none."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
@@ -60,17 +57,17 @@ def llama(layers: int) -> nn.Module:
 
 
 def batch(step: int, micro: int, data: int) -> Tokens:
-    """The micro-batch of one data coordinate."""
+    """Return the micro-batch of one data coordinate."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + data)
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
-# -- the run on ranks
+# -- training on ranks
 
 
 class Here(threading.local):
-    """What the engine that this thread builds is given in place of torch.distributed's world."""
+    """Builds engines over the rank of the current thread instead of torch.distributed's world."""
 
     rank: Rank
 
@@ -82,8 +79,11 @@ class Here(threading.local):
         kind: type[ZeroEngine] = ZeroEngine,
         **request: Any,
     ) -> Any:
-        """The engine of one rank, as `initialize` builds it, of that class.  request: of
-        `Request`.
+        """Build the engine of one rank as `initialize` does.
+
+        Args:
+            kind: Class of the engine.
+            **request: Arguments of `Request`.
         """
         self.rank = rank
         return start_file.start(
@@ -93,7 +93,7 @@ class Here(threading.local):
 
 @contextmanager
 def engines_of_threads() -> Iterator[Here]:
-    """Let `start` build engines over the ranks of threads."""
+    """Patch the library so that `start` builds engines over ranks that are threads."""
     here = Here()
 
     def current_mesh(device: torch.device | None = None, wish: Any = None, **_: Any) -> Mesh:
@@ -102,13 +102,13 @@ def engines_of_threads() -> Iterator[Here]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_file, "current_mesh", current_mesh)
         patch.setattr(assemble_file, "Comm", lambda *args, **kwargs: here.rank.comm)
-        # It names the library's own transports
+        # The capability report assumes the library's own transports.
         patch.setattr(Comm, "capabilities", lambda comm: [])
         yield here
 
 
 def config_of(stage: int, dtype: str, clipping: float = 0.0) -> dict[str, Any]:
-    """The configuration of a composition; every parameter is sharded, however small."""
+    """Return the configuration of a composition, which shards every parameter of any size."""
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": MANY,
@@ -126,8 +126,11 @@ def config_of(stage: int, dtype: str, clipping: float = 0.0) -> dict[str, Any]:
 
 @dataclass
 class Found:
-    """What one rank saw.  losses: by step, those of its micro-batches, or one mean over all; parts:
-    name -> (its part of the weight, which part of the whole that is).
+    """The results of one rank.
+
+    Attributes:
+        losses: By step, the loss of each micro-batch, or one mean.
+        parts: By name, this rank's part of the weight and how the whole weight is split.
     """
 
     losses: list[list[float]] = field(default_factory=list)
@@ -147,7 +150,7 @@ def train(
     clipping: float = 0.0,
     zero: dict[str, Any] | None = None,
 ) -> Found:
-    """A few steps of one rank's engine.  zero: more keys of zero_optimization."""
+    """Train the engine of one rank for a few steps. zero: additional keys of zero_optimization."""
     pp, dp, tp, sp = sizes
     mesh = Mesh(pp=pp, dp_shard=dp, tp=tp, sp=sp)
     model = llama(max(2, pp))
@@ -169,7 +172,7 @@ def train(
 
 
 def one_step(engine: ZeroEngine, step: int) -> list[float]:
-    """The losses of this rank's micro-batches; of stages the mean that `train_batch` returns."""
+    """Return the losses of this rank's micro-batches; with stages, the mean from `train_batch`."""
     mesh = engine.mesh
     batches = [batch(step, micro, mesh.data_index) for micro in range(MANY)]
     if mesh.sp > 1:
@@ -185,18 +188,15 @@ def one_step(engine: ZeroEngine, step: int) -> list[float]:
     return losses
 
 
-# -- the run it must equal
+# -- the reference run
 
 
 class OfTokens(Reference):
-    """The reference of a language model that takes tokens, with a loss scale that is a power of
-    two.
-    """
+    """The reference for a language model, with a loss scale that is a power of two."""
 
     scale = 1.0
 
     def micro_batch(self, batch: Any) -> tuple[Tensor, list[Tensor]]:
-        """See `Reference`."""
         for weight in self.weights:
             weight.grad = None
         loss = self.model(**batch, use_cache=False).loss
@@ -208,15 +208,18 @@ class OfTokens(Reference):
     def gradients(
         self, batches: Sequence[Sequence[Any]]
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """See `Reference`."""
         losses, reduced = super().gradients(batches)
         return losses, [grad.float() / self.scale for grad in reduced]
 
 
 @dataclass
 class Expected:
-    """losses: by step, data coordinate and micro-batch.  norms: of the gradient.  weights: of the
-    whole model.
+    """The results of the reference.
+
+    Attributes:
+        losses: By step, data coordinate and micro-batch.
+        norms: Of the gradient, by step.
+        weights: Of the whole model.
     """
 
     losses: list[list[list[float]]]
@@ -234,7 +237,7 @@ def expected_of(
     optimizer: str,
     clipping: float = 0.0,
 ) -> Expected:
-    """One process over the batches of so many data coordinates."""
+    """Train in one process on the batches of `data` data coordinates."""
     model = llama(layers)
     if tp > 1:
         virtual(model, tp)
@@ -256,14 +259,14 @@ def expected_of(
 
 
 def run(sizes: Sizes, stage: int, dtype: str, clipping: float = 0.0) -> str:
-    """Train on the ranks of a composition and compare; return "bitwise" or "close" (along "sp").
+    """Train on the ranks of a composition and compare with the reference.
 
-    clipping: the largest norm of a gradient; with it the comparison is close too, since a norm's
-    sum has another order.
+    Returns "bitwise", or "close" for runs along "sp" or with clipping. Clipping compares closely
+    because the ranks sum the norm in another order. clipping: the largest norm of a gradient.
     """
     pp, dp, tp, sp = sizes
     is_close = sp > 1 or clipping > 0
-    # A gradient that is nearly zero decides the sign of Adam's first step
+    # For a gradient near zero, rounding decides the sign of Adam's first step.
     optimizer = "sgd" if is_close else "adamw"
     with engines_of_threads() as here:
         found = run_ranks(
@@ -283,7 +286,7 @@ def run(sizes: Sizes, stage: int, dtype: str, clipping: float = 0.0) -> str:
 
 
 def compare(found: Found, expected: Expected, tolerance: float | None) -> None:
-    """Compare one rank with one process: to the bit, or within a tolerance relative to the largest
+    """Compare one rank with the reference, bitwise or within a tolerance relative to the largest
     value.
     """
     mesh = found.mesh
@@ -300,9 +303,9 @@ def compare(found: Found, expected: Expected, tolerance: float | None) -> None:
             assert losses == pytest.approx(wanted[mesh.data_index], rel=tolerance), step
     assert found.norms == pytest.approx(expected.norms, rel=max(1e-5, tolerance or 0.0))
     for name, value in found.weights.items():
-        # Other stages' weights come whole
+        # The weights of other stages are whole.
         whole, split = (expected.weights[name], found.parts.get(name))
-        # A checkpoint's state is gathered along "tp"
+        # The state in a checkpoint is gathered along "tp".
         is_whole = split is None or value.shape == whole.shape
         part = whole if is_whole else cut(whole, split, mesh.coordinates["tp"])
         if tolerance is None:

@@ -1,4 +1,4 @@
-"""Every key of the configuration, with a configuration that moves it off its default."""
+"""For every configuration key, a configuration that changes it from its default."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepseek_zero.config.problems import put
 
 ROWS = rows(Config)
 _CURRICULUM = next(row.example for row in ROWS if row.path == "data_efficiency.data_sampling")
-# What must be set for keys to have an effect, and the keys
+# Pairs of required settings and the keys that take effect only with them.
 _NEEDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"optimizer.type": "AdamW"}, ("optimizer.params scheduler.type")),
     ({"optimizer.type": "AdamW", "scheduler.type": "WarmupLR"}, ("scheduler.params")),
@@ -196,7 +196,7 @@ _NEEDS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"data_efficiency.data_sampling": _CURRICULUM}, ("data_efficiency.seed")),
 )
 NEEDS = {path: needs for needs, paths in _NEEDS for path in paths.split()}
-# Keys that verify the run instead of changing it
+# Keys that verify the run and do not change it.
 CHECKS = frozenset(
     (
         "sequence_parallel_size data_parallel_size zero_optimization.mics_shard_size "
@@ -209,10 +209,11 @@ CHECKS = frozenset(
 
 @dataclass(frozen=True)
 class KeyNotBuilt:
-    """A key that is known and not built.
+    """A known key that is not implemented.
 
-    switch: the key that must be on for it to be read. goes_on: DeepSpeed's name accepts it with a
-    warning.
+    Attributes:
+        switch: The key that enables the feature.
+        goes_on: The drop-in accepts the key with a warning.
     """
 
     path: str
@@ -241,7 +242,7 @@ def _keys(row: NotBuilt) -> Iterator[KeyNotBuilt]:
 
 
 def _other_than(default: Any, kind: Any) -> Any:
-    """Return a valid value that is not the default."""
+    """Return a valid value other than the default."""
     if kind is not None:
         return next(option for option in get_args(kind) if option != default)
     if isinstance(default, bool):
@@ -257,7 +258,9 @@ NOT_BUILT_KEYS = [key for row in NOT_BUILT.values() for key in _keys(row)]
 
 
 def off_default_config(path: str) -> dict[str, Any]:
-    """Return a configuration that moves one key off its default and sets what the key needs."""
+    """Return a configuration that sets one key to a non-default value and adds what the key
+    requires.
+    """
     config: dict[str, Any] = {}
     key = next((key for key in (*ROWS, *NOT_BUILT_KEYS) if key.path == path), None)
     if key is None:

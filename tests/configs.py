@@ -1,8 +1,7 @@
-"""Configurations, most of which nobody means: real ones of DeepSpeed's users, made from the schema,
-spoiled, and junk.
+"""Random configurations: real ones of DeepSpeed users, generated, damaged and invalid ones.
 
-Everything follows from one seed.  Paths stay relative, so that what a configuration writes lies
-where the test runs.
+Everything follows from one seed. Paths stay relative, so a configuration writes files only below
+the working directory.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from tests import config_keys
 ROWS = (*config_keys.ROWS, *config_keys.NOT_BUILT_KEYS)
 ROOT = Path(__file__).resolve().parents[1]
 
-# As shipped: Hugging Face's two, accelerate's plugin, Axolotl's, ZeRO-Infinity's, DeepSpeed's
-# tutorials.
+# Configurations as published by Hugging Face (two), accelerate, Axolotl, ZeRO-Infinity and the
+# DeepSpeed tutorials.
 REAL: list[dict[str, Any]] = [
     {
         "fp16": {
@@ -159,7 +158,7 @@ REAL: list[dict[str, Any]] = [
 
 
 class _Named(dict):  # type: ignore[type-arg]
-    """A dict by another name, as configuration libraries have."""
+    """A subclass of dict, as configuration libraries use it."""
 
 
 class _Unspeakable:
@@ -372,9 +371,7 @@ def _spoil(rng: random.Random, config: dict[Any, Any], meant: float) -> None:
 
 
 def made(rng: random.Random, meant: float = 0.6) -> Any:
-    """One configuration as a dict, or what stands in its place.  meant: the share of values that
-    keys know.
-    """
+    """Return a random configuration, usually a dict. meant: the share of values that are valid."""
     if rng.random() < 0.01:
         return rng.choice(JUNK)
     config = dict(rng.choice(REAL)) if rng.random() < 0.5 else {}
@@ -386,8 +383,8 @@ def made(rng: random.Random, meant: float = 0.6) -> Any:
 
 
 def written(rng: random.Random, config: Any) -> Any:
-    """The same as text, as a file's path would give it, or as base64; some of the text is
-    spoiled.
+    """Return the configuration itself, as text, as the path of a file or as base64, sometimes
+    damaged.
     """
     try:
         text = json.dumps(config, ensure_ascii=rng.random() < 0.5)
@@ -406,7 +403,9 @@ def written(rng: random.Random, config: Any) -> Any:
 
 
 def keywords(rng: random.Random, meant: float = 0.6) -> dict[str, Any]:
-    """Keywords for the other door: names are texts, values are anybody's."""
+    """Return random keyword arguments for the Python API. meant: the share of values that are
+    valid.
+    """
     found = made(rng, meant)
     config = (
         {str(name): value for name, value in found.items()}
@@ -464,9 +463,7 @@ SCHEDULES = {
 
 
 def trained(rng: random.Random) -> dict[str, Any]:
-    """An optimizer, and mostly a schedule, by names that exist, with arguments of theirs and values
-    of any kind.
-    """
+    """Return an existing optimizer and usually a scheduler, with random arguments."""
     name = rng.choice(VALID_OPTIMIZERS)
     cls = next(
         (value for key, value in vars(torch.optim).items() if key.lower() == name),

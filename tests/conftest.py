@@ -1,5 +1,5 @@
-"""What every test shares: one seed, and the marker that runs a test's body on every rank of a
-world.
+"""Shared fixtures: one seed for every test, and the marker that runs a test's body on every rank of
+a world.
 
     @pytest.mark.ranks(2)                two gloo processes, from a pool reused over the session
     @pytest.mark.ranks("world")          the size is the parametrised argument `world`
@@ -34,9 +34,10 @@ from deepseek_zero.base import log
 from deepseek_zero.base.launch import GLOO_INTERFACE, INTERFACE, PORTS
 from tests.rank_pool import Outcome, RankPool, Task, seed_everything
 
-log.install()  # pytest has configured logging, so a door would leave it at that
+# Pytest has already configured logging, so the library would not install its handler.
+log.install()
 
-POOLS = pytest.StashKey[dict[tuple[int, int], RankPool]]()  # by ranks and hosts
+POOLS = pytest.StashKey[dict[tuple[int, int], RankPool]]()  # by number of ranks and hosts
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,7 @@ class RanksMark:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Accept the options of pyproject.toml without their plugin: a GPU machine may have only
-    pytest.
-    """
+    """Accept the options of pyproject.toml without their plugin, which a GPU machine may lack."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini(
             "timeout", "seconds for a test; pytest-timeout is not installed, so nothing ends one"
@@ -79,19 +78,18 @@ MAKES_HOSTS = (
 
 
 def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
-    """Name what fails when it does: the run takes a quarter of an hour, and pytest says it at the
-    end.
-    """
+    """Print the name of a failed test immediately, because the run takes a quarter of an hour."""
     if not report.failed:
         return None
     kind = "failed" if report.when == "call" else "error"
     return kind, f"\n{kind.upper()} {report.nodeid}\n", kind.upper()
 
 
-@pytest.hookimpl(optionalhook=True)  # of xdist's
+@pytest.hookimpl(optionalhook=True)  # defined by xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let two workers take the tests file by file (scripts/test); those that make hosts of
-    namespaces, which limit and cut links, follow each other in one of them.
+    """Distribute tests over two workers by file (scripts/test).
+
+    Tests that make hosts of namespaces run in the same worker, because they limit and cut links.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -114,7 +112,7 @@ def _seed() -> Iterator[None]:
     handlers = [(number, signal.getsignal(number)) for number in HEARD]
     listening = {name: os.environ.get(name) for name in (INTERFACE, PORTS, GLOO_INTERFACE)}
     yield
-    # An engine that was told where to listen tells all that are started later
+    # An engine exports its interface and ports to programs that start later.
     for (
         name,
         value,
@@ -122,16 +120,17 @@ def _seed() -> Iterator[None]:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    for number, handler in handlers:  # an engine that saved when asked to end ignores what asked it
+    # An engine that saved on a preemption signal ignores that signal afterwards.
+    for number, handler in handlers:
         signal.signal(number, handler)
-    if dist.is_initialized():  # the tests' own process is nobody's rank
+    if dist.is_initialized():  # pytest's own process is not a rank
         dist.destroy_process_group()
         pytest.fail("the test left a process group behind")
 
 
 @pytest.fixture
 def as_deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The drop-in in this very process, as if no client were imported; taken back afterwards."""
+    """Import the drop-in in this process as if no client were imported; remove it afterwards."""
     dropin = pytest.importorskip("deepseek_zero.compat.deepspeed.dropin")
     for name in dropin.CLIENTS:
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -1,9 +1,8 @@
-"""A disk that remembers what was done to it, and what of it a power cut would leave.
+"""Record file operations and replay what a crash or a power failure would leave.
 
-Records the verbs of deepseek_zero.checkpoint.files while they work as always.  Then any prefix of
-them can be replayed
-into a folder: as a kill leaves it (everything that was done), or as a power cut may (a file has
-what it had at its last sync, a folder the names it had at its own), or anything between.
+`Recorder` records the functions of deepseek_zero.checkpoint.files while they run. `Disk` replays
+any prefix of the record into a folder. After a kill the folder has everything that was written.
+After a power failure a file has its content, and a folder its names, as of the last sync or later.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Operation = tuple[str, tuple[Any, ...]]
 
 
 class Recorder:
-    """What was done under one folder, in order."""
+    """Record the file operations below one folder, in order."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.operations = root, list[Operation]()
@@ -67,7 +66,7 @@ class Recorder:
 
     def _recorded(self, verb: str, act: Any) -> Any:
         def recorded(*given: Any) -> Any:
-            with self._lock:  # one at a time: the record's order is the disk's
+            with self._lock:  # one at a time, so that the record has the order on disk
                 result = act(*given)
                 plain = tuple(
                     bytes(each) if isinstance(each, memoryview) else each for each in given
@@ -78,7 +77,7 @@ class Recorder:
         return recorded
 
     def _remove_folder(self, path: Path) -> None:
-        """Name by name, since a crash may come between two."""
+        """Remove each entry separately, because a crash may happen between two of them."""
         for child in sorted(path.iterdir()):
             self._remove_folder(child) if child.is_dir() else files.remove(child)
         with self._lock:
@@ -87,7 +86,7 @@ class Recorder:
 
 
 class Disk:
-    """The state after some operations."""
+    """The state of the disk after a sequence of operations."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.top = root, Folder()
@@ -139,11 +138,12 @@ class Disk:
 
     def _remove(self, path: Path) -> None:
         folder, name = self._at(path)
-        folder.names.pop(name, None)  # another rank's, which its own record has
+        # The entry of another rank is missing here, because that rank has its own record.
+        folder.names.pop(name, None)
 
     def leave(self, into: Path, chance: random.Random | None, kept: float) -> None:
-        """Write what is left into a folder. kept: the share of what was not synced that is there
-        all the same.
+        """Write the remaining state into a folder. kept: the probability that unsynced data
+        survives.
         """
         _leave(self.top, into, chance or random.Random(0), kept)
 
@@ -158,7 +158,7 @@ def _leave(folder: Folder, into: Path, chance: random.Random, kept: float) -> No
 
 
 def flip(path: Path, at: int) -> None:
-    """Change one bit of a file behind everybody's back."""
+    """Flip one bit of a file."""
     with open(path, "r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -167,5 +167,5 @@ def flip(path: Path, at: int) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What lies in a directory of checkpoints, without the lock of the job that saves there."""
+    """Return the sorted names in a checkpoint directory without the lock file."""
     return sorted(path.name for path in folder.iterdir() if path.name != WRITER)

@@ -1,5 +1,5 @@
-"""A stand-in for CUDA's runtime: it lists page-locked ranges, refuses overlaps and keeps its last
-error, as CUDA does.
+"""A stand-in for the CUDA runtime that tracks page-locked ranges, refuses overlaps and keeps its
+last error, as CUDA does.
 
 cudart = install(monkeypatch)    # torch.cuda.cudart() returns it, and host tiers lock their pages
 ...
@@ -32,9 +32,11 @@ NAMES = {
 class Cudart:
     """The functions of torch.cuda.cudart() that lock memory.
 
-    ranges: the locked ranges, by address.  limit: bytes that may be locked.  last_error: of the
-    next launch.
-    most: the largest number of bytes that were locked together.
+    Attributes:
+        ranges: Sizes of the locked ranges, by address.
+        limit: Bytes that may be locked.
+        last_error: The error that the next launch would report.
+        most: The largest number of bytes that were locked at once.
     """
 
     def __init__(self) -> None:
@@ -57,7 +59,7 @@ class Cudart:
         return 0
 
     def is_locked(self, address: int, nbytes: int) -> bool:
-        """Return whether one locked range has all of these bytes."""
+        """Return whether a single locked range contains all of these bytes."""
         return any(
             start <= address and address + nbytes <= start + size
             for start, size in self.ranges.items()
@@ -84,7 +86,7 @@ class Cudart:
 
 
 def is_mapped(address: int, nbytes: int) -> bool:
-    """Whether this process has memory at all of these addresses."""
+    """Return whether this process has mapped all of these addresses."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         low, high = (int(bound, 16) for bound in line.split(maxsplit=1)[0].split("-"))
         if low <= address < high:
@@ -93,14 +95,14 @@ def is_mapped(address: int, nbytes: int) -> bool:
 
 
 class LockedHost(HostMemory):
-    """The host tier beside a GPU."""
+    """The host tier of a run on a GPU."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**{**given, "pinned": True})
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Cudart:
-    """Have torch and the tiers take the stand-in for CUDA's runtime."""
+    """Replace the CUDA runtime for torch and the tiers."""
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     for module in (memories, recompute):

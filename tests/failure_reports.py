@@ -26,7 +26,7 @@ class FailureReports:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Removed, so that neither workers nor tests that start pytest write to it
+    # Removed so that neither workers nor tests that start pytest write to the file.
     file = os.environ.pop(FILE, None)
     if file is not None:
         config.pluginmanager.register(FailureReports(file))

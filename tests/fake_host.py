@@ -1,4 +1,4 @@
-"""Folders in place of /sys and /proc, so that tests choose the NUMA nodes and limits of a host."""
+"""Folders that replace /sys and /proc, so that tests choose the NUMA nodes and limits of a host."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NODES = "sys/devices/system/node"
 
 
 def files_of(root: Path, texts: Mapping[str, str]) -> HostFiles:
-    """Write files below a folder.
+    """Write files below `root`.
 
     Args:
-        root: The folder.
+        root: Folder of the files.
         texts: Contents by path.
     """
     for name, text in texts.items():
@@ -34,7 +34,7 @@ def two_nodes(root: Path, cpus: tuple[str, str]) -> HostFiles:
     """Return a host with two NUMA nodes and a GPU at the second one.
 
     Args:
-        root: Folder of the files.
+        root: Folder that replaces /sys and /proc.
         cpus: CPUs of each node.
     """
     return files_of(
@@ -51,12 +51,12 @@ def two_nodes(root: Path, cpus: tuple[str, str]) -> HostFiles:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, files: HostFiles, *, gpu: bool = True) -> None:
-    """Let the library read these files, and train on the first GPU.
+    """Make the library read these files and train on the first GPU.
 
     Args:
-        monkeypatch: Undoes it.
-        files: The files.
-        gpu: The device is a GPU.
+        monkeypatch: Restores the library after the test.
+        files: The files from `two_nodes`.
+        gpu: Train on the GPU, not on the CPU.
     """
     device = torch.device("cuda", 0) if gpu else torch.device("cpu")
     monkeypatch.setattr(host, "THIS_HOST", files)

@@ -1,13 +1,12 @@
-"""The table of faults, played on hosts made of namespaces: what must be said, by whom, and within
-which time.
+"""Inject faults into training on hosts made of namespaces, and check messages and deadlines.
 
     python -m tests.faults                          every row once
     python -m tests.faults --rows cut-lost --repeat 20 --load 1.5
 
-Each play starts the launcher on every host, waits until the ranks train, does the damage, and
-measures from there to what the row promises; then it looks for what is left: processes, listening
-sockets, shared memory, folders.  Exit code 1 if a promise was broken.  load: by which every bound
-is multiplied, on a machine that does other things meanwhile.
+Each row of the table is one fault. A run starts the launcher on every host, waits until the ranks
+train, and injects the fault. It then measures how long each promised reaction takes, and looks for
+leftover processes, listening sockets, shared memory and folders. The exit code is 1 if a promise
+was broken. `--load` multiplies every bound, for a machine under other load.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ CLOCK = Path(__file__).with_name("clock.c")
 PORT, PORTS = 29555, range(29600, 29700)
 START_SECONDS, END_SECONDS = 120.0, 60.0
 LOOK_SECONDS = 0.01
-PAUSE_SECONDS = 0.02  # of every step: time of the rank's own, as computing is
-STEPS = 30  # until what is slow is named
+PAUSE_SECONDS = 0.02  # extra time per step, as a stand-in for computation
+STEPS = 30  # steps until a straggler is reported
 STRANGERS = 1000
 CALM_STEPS = 1000
-# steps: before the first damage, and more than those that name who is slow
+# Steps before the first fault. The interval exceeds the steps until a straggler is reported.
 SAVED_AFTER, SAVED_EVERY = (3, 25)
-# Read by every Python program of the hosts as it starts: launchers and ranks.
+# Every Python program on the hosts imports this at start: launchers and ranks.
 NO_PICKLES = """
 import pickle
 
@@ -66,12 +65,13 @@ SAID = (b"", b"\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\x00\x
 
 @dataclass
 class Job:
-    """A training on hosts, by one launcher on each, and everything it has said.
+    """A training run on several hosts with one launcher on each, and its output.
 
-    lines: (host, when, what) of the launchers' outputs. every: `time.monotonic()`, which hosts of
-    one machine share.
-    own_clocks: `set_clock` will be called. config: keys that the training's configuration has
-    beside its own.
+    Attributes:
+        lines: Host, time and text of each line from the launchers. Times are `time.monotonic()`,
+            which hosts of one machine share.
+        own_clocks: The run will call `set_clock`.
+        config: Additional configuration keys.
     """
 
     machines: Sequence[Host]
@@ -108,7 +108,7 @@ class Job:
             environment["LD_PRELOAD"] = str(self.folder / "clock.so")
         for host in self.machines:
             (self.folder / host.name).mkdir()
-            environment["TMPDIR"] = str(self.folder / host.name)  # lost with its host
+            environment["TMPDIR"] = str(self.folder / host.name)  # lost together with its host
             if self.own_clocks:
                 self.set_clock(host, 0)
                 environment["CLOCK_AHEAD"] = str(self._clock_of(host))
@@ -142,24 +142,25 @@ class Job:
         return self.folder / f"{host.name}.clock"
 
     def set_clock(self, host: Host, ahead: int) -> None:
-        """Have the programs of a host read a time of day so many seconds ahead of the machine's."""
+        """Set the wall clock of the programs of a host `ahead` seconds ahead of the machine's."""
         with open(self._clock_of(host), "r+b" if self._clock_of(host).exists() else "wb") as clock:
             clock.write(struct.pack("=q", ahead))
 
     def wall_clock(self, rank: int) -> float:
-        """Return how far ahead a rank's time of day was when its last step ended, in seconds."""
+        """Return how many seconds a rank's wall clock was ahead when its last step ended."""
         row = (self.folder / f"{rank}.steps").read_text().splitlines()[-2].split()
         return float(row[2]) - float(row[0]) - (time.time() - time.monotonic())
 
     def _listen(self, host: Host, launcher: Process) -> None:
         assert launcher.stdout is not None
-        with suppress(ValueError):  # closed
+        with suppress(ValueError):  # the pipe is closed
             for line in launcher.stdout:
                 self.lines.append((host, time.monotonic(), line.rstrip()))
 
     def until(self, true: Callable[[], Any], seconds: float, what: str) -> float:
-        """Wait, and return when it was so; AssertionError with everything that was said if it is
-        not in time.
+        """Wait until a condition holds and return the time.
+
+        Raises AssertionError with all output if the condition does not hold within `seconds`.
         """
         deadline = time.monotonic() + seconds
         while not true():
@@ -173,23 +174,21 @@ class Job:
         return time.monotonic()
 
     def steps(self, rank: int) -> list[tuple[float, str]]:
-        """Return when each step of a rank ended, and its loss to the bit."""
+        """Return the end time and the exact loss of each step of a rank."""
         with suppress(OSError):
             rows = (self.folder / f"{rank}.steps").read_text().splitlines(keepends=True)
             return [(float(row.split()[0]), row.split()[1]) for row in rows if row.endswith("\n")]
         return []
 
     def error(self, rank: int) -> tuple[float, str] | None:
-        """Return when a rank raised, and what."""
+        """Return the time and text of a rank's error."""
         with suppress(OSError):
             when, what = json.loads((self.folder / f"{rank}.error").read_text())
             return float(when), str(what)
         return None
 
     def when_raised(self, ranks: Sequence[int], pattern: str) -> float:
-        """Wait until each of these ranks has raised something like this; return when the last one
-        did.
-        """
+        """Wait until each of these ranks has raised a matching error; return the last time."""
         self.until(
             lambda: all(self.error(rank) for rank in ranks),
             END_SECONDS,
@@ -201,7 +200,7 @@ class Job:
         return max(when for when, _ in found)
 
     def when_said(self, machines: Sequence[Host], pattern: str) -> float:
-        """Wait until each of these hosts' launchers has said this; return when the last one did."""
+        """Wait until the launcher of each host has printed a match; return the last time."""
 
         def first(host: Host) -> float | None:
             said = (
@@ -224,7 +223,7 @@ class Job:
         )
 
     def finish(self) -> None:
-        """Have the ranks end well, a few steps from now."""
+        """Make the ranks end regularly after a few more steps."""
         last = max(len(self.steps(rank)) for rank in self.ranks) + 5
         part = self.folder / "last.part"
         part.write_text(str(last))
@@ -233,7 +232,7 @@ class Job:
         assert codes == [0] * len(codes), "\n".join(text for *_, text in self.lines)
 
     def assert_same_bits(self, reference: dict[int, list[str]]) -> None:
-        """Compare losses with those of an undisturbed run, as far as both went."""
+        """Compare losses with those of an undisturbed run for the steps that both have."""
         for rank in self.ranks:
             found = [loss for _, loss in self.steps(rank)]
             expected = reference.setdefault(rank, found)
@@ -242,9 +241,7 @@ class Job:
             reference[rank] = max(found, expected, key=len)
 
     def assert_last_checkpoint_is_good(self) -> None:
-        """Load what `latest` names, every byte checked, and compare the next loss with the run's
-        own.
-        """
+        """Load the checkpoint that `latest` names, verify checksums and compare the next loss."""
         command = [sys.executable, "-m", "tests.faults", "--as-loader", str(self.folder)]
         alone = {"OMP_NUM_THREADS": "1", "DEEPSEEK_ZERO_LOG_LEVEL": "error"}
         done = subprocess.run(command, env={**os.environ, **alone}, capture_output=True, text=True)
@@ -258,9 +255,7 @@ class Job:
         ]
 
     def leftovers(self, machines: Sequence[Host]) -> list[str]:
-        """Return what is left on hosts that still are: processes, listening sockets, shared memory,
-        folders.
-        """
+        """Return leftover processes, sockets, shared memory and folders of running hosts."""
         found = []
         for host in machines:
             found += [f"{host.name}: process {pid}" for pid in host.pids()]
@@ -279,7 +274,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Measure:
-    """What was promised within a bound, in seconds (or steps), and what it took."""
+    """The bound of one promise in seconds (or steps), and the measured value."""
 
     what: str
     took: float
@@ -287,7 +282,7 @@ class Measure:
 
 
 Play = Callable[[Job, argparse.Namespace], Iterator[Measure]]
-UNDISTURBED: dict[int, list[str]] = {}  # losses by rank, of the longest run so far
+UNDISTURBED: dict[int, list[str]] = {}  # by rank, the losses of the longest run so far
 
 
 def cut_healed(
@@ -340,7 +335,7 @@ def lost(host: Host, ranks: Sequence[int], options: argparse.Namespace) -> str:
 
 def kill_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     h0, h1 = job.machines
-    victim = job.each  # the first one on h1
+    victim = job.each  # the first rank on h1
     began = time.monotonic()
     os.kill(pid_of(job, h1, victim), signal.SIGKILL)
     said = rf"rank {victim} of {len(job.ranks)} was ended by signal 9 \(SIGKILL\), on h1"
@@ -407,9 +402,7 @@ def slow_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def slow_host(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """A host whose programs get a core for a third of the time, as where somebody else has it,
-    too.
-    """
+    """A host whose programs get a core for only a third of the time."""
     h0, h1 = job.machines
     began = len(job.steps(0))
     with h1.slowed(2 / 3):
@@ -437,8 +430,9 @@ def slow_link(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def strangers(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """Half-open connections, garbage and an announced gigabyte at every port of ours; gloo asks
-    nobody for anything.
+    """Open incomplete connections and send garbage and a 1 GB length to every port of the job.
+
+    Ports of gloo are left out because gloo does not authenticate connections.
     """
     h1 = job.machines[1]
     open_ports = [(host.address, port) for host in job.machines for _, port in host.ports()]
@@ -459,7 +453,7 @@ def strangers(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def goes_on(job: Job, steps: int) -> float:
-    """Wait until every rank has made so many more steps; return the longest time between two of one
+    """Wait for `steps` more steps of every rank; return the longest time between two steps of a
     rank.
     """
     first = {rank: len(job.steps(rank)) for rank in job.ranks}
@@ -473,11 +467,11 @@ def goes_on(job: Job, steps: int) -> float:
 
 
 def undisturbed(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """Nothing happens for many steps, and nobody is said to be slow, silent or lost."""
+    """Nothing is injected for many steps, and no rank is reported as slow, silent or lost."""
     deadline = time.monotonic() + 5 * END_SECONDS
     while min(len(job.steps(rank)) for rank in job.ranks) < CALM_STEPS:
         assert time.monotonic() < deadline, f"no {CALM_STEPS} steps in {5 * END_SECONDS:g} s"
-        time.sleep(1.0)  # looking takes from a rank's core
+        time.sleep(1.0)  # Polling takes time from a rank's core.
     told = [text for *_, text in job.lines if re.search(FALSE_ALARMS, text)]
     yield Measure("lines that name somebody", len(told), 0)
     job.finish()
@@ -496,7 +490,7 @@ def loss_of_packets(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 def delay(job: Job, options: argparse.Namespace, loss: float = 0.0) -> Iterator[Measure]:
     h0, h1 = job.machines
-    with h1.disturbed(delay=0.025, loss=loss) as counts:  # 50 ms there and back
+    with h1.disturbed(delay=0.025, loss=loss) as counts:  # 50 ms round trip
         began = len(job.steps(0))
         job.when_said([h0], LINK)
         yield Measure("steps until named", len(job.steps(0)) - began, STEPS)
@@ -514,8 +508,10 @@ def loss_and_delay(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def flipped_bits(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """Bits that TCP's checksum does not see: the messages' own does, and they are sent again over a
-    new connection.
+    """Bits flip that TCP's checksum does not detect.
+
+    The checksums of the messages detect them, and the messages are sent again over a new
+    connection.
     """
     h1 = job.machines[1]
     with h1.disturbed(flip_every=1500) as counts:
@@ -528,12 +524,12 @@ def flipped_bits(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def clock_jumps(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """The wall clock of one host goes an hour ahead, then to an hour ago."""
+    """The wall clock of one host jumps one hour ahead, then one hour back."""
     h1, far = job.machines[1], job.ranks[job.each]
     longest = 0.0
     for ahead in (3600, -3600):
         job.set_clock(h1, ahead)
-        until = time.monotonic() + 6.0  # what is told of silence is told after five
+        until = time.monotonic() + 6.0  # silence is reported after five seconds
         while time.monotonic() < until:
             longest = max(longest, goes_on(job, 10))
         seen = {rank: job.wall_clock(rank) for rank in (0, far)}
@@ -548,8 +544,9 @@ def clock_jumps(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def cut_between(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
-    """Two hosts do not reach each other any more, and both reach host 0; gloo says neither which
-    host nor when.
+    """Two hosts lose the connection to each other, and both still reach host 0.
+
+    The errors of gloo contain neither the host nor the time.
     """
     h1, h2 = job.machines[1:]
     began = time.monotonic()
@@ -564,7 +561,7 @@ def cut_between(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
 
 
 def two_hosts_lost(*gone: int) -> Play:
-    """Two hosts of three lose their power at once; the third one names one of them, and ends."""
+    """Two of three hosts lose power at once; the third one names one of them and ends."""
 
     def two_lost(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
         (survivor,) = (host for host in job.machines if host.number not in gone)
@@ -585,7 +582,7 @@ def two_hosts_lost(*gone: int) -> Play:
 
 
 def flipped_in(what: str, every: int) -> Play:
-    """A bit flips in a rank's memory. every: so many steps apart it is looked for."""
+    """A bit flips in a rank's memory. every: steps between two integrity checks."""
 
     def flipped(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
         victim = job.ranks[-1]
@@ -608,14 +605,20 @@ def flipped_in(what: str, every: int) -> Play:
 
 
 def integrity(stage: int, every: int) -> dict[str, Any]:
-    """Return keys that have every rank look for flipped bits."""
+    """Return the configuration keys that make every rank check for flipped bits."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     return {"integrity": {"mode": "end", "every": every}, "zero_optimization": zero}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table.  hosts: so many are there.  own_clocks, config: as of `Job`."""
+    """A row of the table.
+
+    Attributes:
+        hosts: Number of hosts.
+        own_clocks: See `Job`.
+        config: See `Job`.
+    """
 
     play: Play
     hosts: int = 2
@@ -653,14 +656,14 @@ ROWS = {
 
 
 def words_of(pid: int) -> list[str]:
-    """Return the command line of a process; none if it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     return []
 
 
 def pid_of(job: Job, host: Host, rank: int) -> int:
-    """Return the process of a rank, as seen from outside its host."""
+    """Return the pid of a rank in the outer pid namespace."""
     for pid in host.pids():
         with suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -671,7 +674,7 @@ def pid_of(job: Job, host: Host, rank: int) -> int:
 
 @contextmanager
 def playing(row: Row, options: argparse.Namespace) -> Iterator[Job]:
-    """A job that trains; whatever happens, nothing of it is left."""
+    """Start a job that trains and remove everything it made in the end."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, hosts(row.hosts) as machines:
         job = Job(machines, Path(folder), options.each, row.own_clocks, row.config)
         job.start(options)
@@ -679,7 +682,10 @@ def playing(row: Row, options: argparse.Namespace) -> Iterator[Job]:
 
 
 def play(row: str, options: argparse.Namespace) -> list[Measure]:
-    """Play a row once; AssertionError where something was not said, or is left."""
+    """Run a row once.
+
+    Raises AssertionError if a message is missing or something is left over.
+    """
     with playing(ROWS[row], options) as job:
         found = list(ROWS[row].play(job, options))
         living = [host for host in job.machines if Path(f"/proc/{host.pid}").exists()]
@@ -690,7 +696,7 @@ def play(row: str, options: argparse.Namespace) -> list[Measure]:
 
 
 def begin(rank: int, options: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
-    """Return an engine, and what gives a rank's next batch."""
+    """Return an engine and a function that returns the rank's next batch."""
     import torch
 
     import deepseek_zero
@@ -712,7 +718,7 @@ def begin(rank: int, options: argparse.Namespace) -> tuple[Any, Callable[[], Any
 
 
 def be_a_rank(options: argparse.Namespace) -> None:
-    """Train, save, and write down every loss and the error at the end."""
+    """Train as one rank, save checkpoints, and write every loss and the final error."""
     from deepseek_zero.base.errors import DeepSeekZeroError
 
     folder, rank = Path(options.as_rank), int(os.environ["RANK"])
@@ -743,19 +749,20 @@ def be_a_rank(options: argparse.Namespace) -> None:
 
 
 def be_a_loader(options: argparse.Namespace) -> None:
-    """Load what was saved last; write the steps that it has behind it, and rank 0's loss of the
-    next one.
+    """Load the last checkpoint.
+
+    Write its number of steps and the loss of rank 0 in the next step.
     """
     engine, next_batch = begin(0, options)
     engine.load_checkpoint(Path(options.as_loader) / "checkpoints")
     for _ in range(engine.global_steps):
-        next_batch()  # which was seen
+        next_batch()  # the batches that the checkpoint has already seen
     loss = engine(next_batch()).square().mean()
     sys.stdout.write(json.dumps([engine.global_steps, loss.item().hex()]))
 
 
 def flip_if_asked(folder: Path, rank: int, step: int, engine: Any) -> None:
-    """Flip a bit of this rank's memory, past torch, once somebody has said of what."""
+    """Flip a bit of this rank's memory, unnoticed by torch, if the test has requested it."""
     with suppress(OSError):
         asked, what = (folder / "flip").read_text().split()
         if int(asked) != rank or (folder / "flipped").exists():
@@ -784,8 +791,8 @@ def flip(values: Any) -> None:
 
 
 def be_a_stranger(places: Sequence[tuple[str, int]]) -> None:
-    """Knock at every place without the secret; write the longest time that a door kept such a
-    connection.
+    """Connect to every address without the secret; write how long the longest connection stayed
+    open.
     """
     import socket
 
@@ -807,7 +814,7 @@ def be_a_stranger(places: Sequence[tuple[str, int]]) -> None:
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options that words state; None: those of the command line."""
+    """Parse command-line arguments. words: None parses those of this process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--repeat", type=int, default=1)

@@ -1,13 +1,13 @@
-"""Hosts on one machine, each with its own network, host name, processes, /dev/shm and IPC, on one
-switch.
+"""Hosts on one machine, each with a separate network, host name, processes, /dev/shm and IPC, on
+one switch.
 
     with hosts(2, rate="1gbit") as (h0, h1):
         ranks = [h0.run(command, env), h1.run(command, env)]
 
-Root makes them, from namespaces.  The first process of a host reads a pipe of ours until it ends,
-so that a host ends with the process that made it, however that one ends, and takes its processes,
-mounts and network along: nothing has a name that could be left behind.  What hosts share is the
-kernel, the clock and the file systems but /dev/shm.
+They are made from namespaces, which requires root. The first process of a host reads a pipe of this
+process until the pipe closes. A host therefore ends with the process that made it, even after a
+crash, and its processes, mounts and network end with it. Hosts share the kernel, the clock and all
+file systems except /dev/shm.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ BURST_SECONDS, LEAST_BURST, QUEUE = 2e-3, 1 << 16, "20ms"  # of a limited link
 RELAY = str(Path(__file__).with_name("relay.py"))
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 RECEIVED, SENT = 0, 8  # columns of bytes in /proc/net/dev
-LISTENS = "0A"  # the kernel's word in /proc/net/tcp
-# Below those that systems give to connections, and those that tests name
+LISTENS = "0A"  # the state "LISTEN" in /proc/net/tcp
+# Below the ephemeral ports and the ports that tests use by number.
 FREE_PORTS = range(20_000, 29_000)
 END_SECONDS = 60.0
-# The first process of its namespace: it takes in orphans that have ended, as bash does while it
-# reads.
+# The first process of the pid namespace. It reaps orphans, as bash does while it reads.
 HOST = """
 hostname "$1" && mount -t tmpfs -o size=4g,mode=1777 shm /dev/shm \\
     && printf %s "$2" > /dev/shm/hosts && mount --bind /dev/shm/hosts /etc/hosts \\
@@ -54,22 +53,27 @@ SWITCH = "ip link add br0 type bridge && ip link set br0 up && echo ready && rea
 
 
 class Process(subprocess.Popen[str]):
-    """A program on a host.  Signals reach the program itself; it ends with this handle's process at
-    the latest.
+    """A program on a host.
+
+    Signals reach the program itself. It ends no later than the process of this handle.
     """
 
     def send_signal(self, sig: int) -> None:
         inside = _children(self.pid) if self.poll() is None else []
         for pid in inside:
             os.kill(pid, sig)
-        # Nsenter stops with its child, and waits to be continued itself
+        # nsenter stops together with its child and has to be continued separately.
         if not inside or sig == signal.SIGCONT:
             super().send_signal(sig)
 
 
 class Host:
-    """One host.  name: "h0", "h1", ...; address: on the switch; pid: of its first process, as seen
-    from outside.
+    """One host.
+
+    Attributes:
+        name: "h0", "h1", ...
+        address: IP address on the switch.
+        pid: Its first process, in the outer pid namespace.
     """
 
     def __init__(self, number: int, switch: Namespace, start: Namespace) -> None:
@@ -88,55 +92,53 @@ class Host:
     def run(
         self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> Process:
-        """Start a program in this folder, with this process's environment and `env`.
+        """Start a program in the current folder, with this process's environment and `env`.
 
-        options: Popen's; without them both outputs come through one pipe, as text.
+        options: arguments of Popen; by default stdout and stderr are one text pipe.
         """
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **options}
         inside = [*self._start.enter, f"--wdns={options.pop('cwd', os.getcwd())}"]
-        # With the handle's process it ends, too: a kill of that one would reach nobody else.
+        # The program ends with the handle's process, because killing the handle does not reach it.
         inside += ["setpriv", "--pdeathsig", "KILL", "--", *command]
         process = Process(inside, env={**os.environ, **(env or {})}, **options)
         self._running.append(process)
         return process
 
     def cut(self) -> None:
-        """Lose every packet to and from this host from now on; nobody is told, and its link stays
-        up.
-        """
+        """Drop every packet to and from this host; the link stays up and no error is visible."""
         self._switch.ip(f"link set {self._port} nomaster")
 
     def heal(self) -> None:
-        """End a cut."""
+        """Undo `cut`."""
         self._switch.ip(f"link set {self._port} master br0")
 
     def unplug(self) -> None:
-        """Take the carrier from the link: its host's kernel knows at once that nothing leaves any
-        more.
-        """
+        """Take the carrier from the link, which the host's kernel notices immediately."""
         self._switch.ip(f"link set {self._port} down")
 
     def plug(self) -> None:
-        """End that."""
+        """Undo `unplug`."""
         self._switch.ip(f"link set {self._port} up")
 
     def isolate(self) -> None:
-        """Lose every packet between this host and others that are isolated, too; nobody is told."""
+        """Drop every packet between this host and other isolated hosts without a visible error."""
         self._switch.ip(f"link set {self._port} type bridge_slave isolated on")
 
     @contextmanager
     def disturbed(
         self, *, loss: float = 0.0, delay: float = 0.0, flip_every: int = 0
     ) -> Iterator[dict[str, int]]:
-        """Lose, delay or damage frames to and from this host within a block (relay.py); at its end
-        they are counted.
+        """Lose, delay or damage frames to and from this host within a block (relay.py).
 
-        loss: the share of frames, each way.  delay: in seconds, each way.  flip_every: frames with
-        much data from one damaged one to the next; 0: none is.  Yields a dict that has the counts
-        of frames passed, lost and damaged after the block.
+        Args:
+            loss: Share of lost frames, in each direction.
+            delay: Delay in seconds, in each direction.
+            flip_every: Number of large frames for each damaged one; 0 damages none.
+
+        Yields a dict that has the counts of passed, lost and damaged frames after the block.
         """
         counts: dict[str, int] = {}
-        # The relay's second device, and its other end at the switch
+        # The second device of the relay, and its peer at the switch.
         near, far = (f"q{self.number}", f"r{self.number}")
         whole_frames = [sys.executable, "-S", RELAY]
         self._start.call(*whole_frames, DEVICE)
@@ -159,7 +161,7 @@ class Host:
                     self._switch.ip(f"link del {near}", f"link set {self._port} master br0")
 
     def limit(self, rate: str | None) -> None:
-        """Limit the link to what tc calls a rate ("100mbit"), each way; None: no limit."""
+        """Limit the link in each direction to a rate of tc ("100mbit"); None removes the limit."""
         for namespace, device in ((self._start, DEVICE), (self._switch, self._port)):
             if rate is None:
                 namespace.call("tc", "qdisc", "del", "dev", device, "root")
@@ -170,11 +172,14 @@ class Host:
 
     @contextmanager
     def slowed(self, stopped: float, period: float = 0.1) -> Iterator[None]:
-        """Stop every process of this host for a part of each period, within a block; its kernel
-        goes on.
+        """Stop every process of this host for a part of each period within a block.
 
-        stopped: that part. period: in seconds, the mean of many lengths: of one length they may
-        fall in step with what runs there, and stop it only while it waits.
+        The kernel of the host continues to run.
+
+        Args:
+            stopped: The part, between 0 and 1.
+            period: Mean length in seconds. The lengths vary, because a fixed one could coincide
+                with the rhythm of the programs and stop them only while they wait.
         """
         over = threading.Event()
 
@@ -184,7 +189,8 @@ class Host:
                     os.kill(pid, sig)
 
         def go_on() -> None:
-            send(signal.SIGCONT, [*self.pids(), *handles])  # nsenter stops where its program does
+            # nsenter stops together with its program
+            send(signal.SIGCONT, [*self.pids(), *handles])
 
         def take_turns() -> None:
             lengths = random.Random(0)
@@ -206,21 +212,22 @@ class Host:
             turns.join()
 
     def kill(self) -> None:
-        """End the host as a loss of power does: no packet says that its programs are gone."""
+        """End the host like a loss of power: no packet reports that its programs have ended."""
         self.cut()
         self._start.end()
 
     def sent_bytes(self) -> int:
-        """Return the bytes that have left its interface, headers included."""
+        """Return the bytes that its interface has sent, including headers."""
         return self._counter(SENT)
 
     def received_bytes(self) -> int:
-        """Return the bytes that have come in."""
+        """Return the bytes that its interface has received, including headers."""
         return self._counter(RECEIVED)
 
     def ports(self) -> set[tuple[str, int]]:
-        """Return where its programs listen for TCP: addresses and ports; "::" and "0.0.0.0" mean
-        all addresses.
+        """Return the addresses and ports on which its programs listen for TCP.
+
+        "::" and "0.0.0.0" mean all addresses.
         """
         found = set()
         for table, is_little in (("tcp", 4), ("tcp6", 16)):
@@ -232,7 +239,7 @@ class Host:
         return found
 
     def pids(self) -> list[int]:
-        """Return its processes but the first, as seen from outside."""
+        """Return all its processes except the first, in the outer pid namespace."""
         mine = os.readlink(f"/proc/{self.pid}/ns/pid")
         return [pid for pid in _pids() if pid != self.pid and _link(pid, "pid") == mine]
 
@@ -250,10 +257,11 @@ class Host:
 
 
 class Namespace:
-    """The namespaces of a host or of the switch, and the process in them that keeps them.
+    """The namespaces of a host or of the switch, and the process that keeps them.
 
-    enter: the words before a command that is to run inside.  first: that process, as seen from
-    outside.
+    Attributes:
+        enter: Prefix of a command that runs inside.
+        first: The process, in the outer pid namespace.
     """
 
     def __init__(self, script: str, *arguments: str, kinds: Sequence[str]) -> None:
@@ -279,23 +287,21 @@ class Namespace:
         self.enter = ["nsenter", f"--target={self.first}", *flags]
 
     def ip(self, *commands: str) -> None:
-        """Run commands of ip's inside."""
+        """Run subcommands of `ip` inside."""
         self.call("ip", "-batch", "-", text="\n".join(commands))
 
     def call(self, *command: str, text: str = "") -> None:
-        """Run a program inside and wait for it; OSError with its own words if it fails."""
+        """Run a program inside and wait for it; raise OSError with its stderr if it fails."""
         done = subprocess.run([*self.enter, *command], input=text, capture_output=True, text=True)
         if done.returncode:
             raise OSError(f"{' '.join(command)} {text!r}: {done.stderr.strip()}")
 
     def end(self) -> None:
-        """End every process inside at once, as far as they have pids of their own; calls after the
-        first do nothing.
-        """
+        """Kill every process inside if the pid namespace is separate; later calls do nothing."""
         if self._process.returncode is not None:
             return
         with suppress(ProcessLookupError):
-            # Without its first process the kernel ends all others
+            # The kernel kills all processes of a pid namespace when the first one ends.
             os.kill(self.first, signal.SIGKILL)
         self._process.wait(END_SECONDS)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
@@ -304,13 +310,13 @@ class Namespace:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody has taken.
+    """Return a free port of this machine.
 
-    Between this and its use no connection of another program is given it, as one bound to port 0
-    may be.
+    The port is outside the ephemeral range, so the kernel does not assign it to another program's
+    connection before it is used.
     """
     while True:
-        port = secrets.choice(FREE_PORTS)  # `random` begins every test, of every worker, alike
+        port = secrets.choice(FREE_PORTS)  # `random` has the same seed in every test and worker
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -318,12 +324,15 @@ def free_port() -> int:
 
 @contextmanager
 def hosts(count: int, rate: str | None = None, own: str | None = None) -> Iterator[list[Host]]:
-    """Make so many hosts on one switch; they end with the block.  Skips the test without root or
-    the programs.
+    """Make `count` hosts on one switch, which end with the block.
 
-    rate: of every link, each way, in tc's words ("100mbit", "1gbit"); None: as fast as the machine.
-    own: what a host's name means on itself ("127.0.1.1", as Debian writes); None: what it means on
-    the others.
+    Skips the test without root or the required programs.
+
+    Args:
+        count: Number of hosts.
+        rate: Rate of every link and direction for tc ("100mbit", "1gbit"); None: no limit.
+        own: Address to which a host resolves its own name ("127.0.1.1" on Debian); None: the same
+            as on the other hosts.
     """
     need(os.geteuid() == 0, "root, to make hosts of namespaces")
     need(all(map(shutil.which, PROGRAMS)), f"{', '.join(PROGRAMS)} (iproute2 and util-linux)")
@@ -362,10 +371,17 @@ def run_ranks(
     each: int = 1,
     timeout: float | None = None,
 ) -> str:
-    """Run a module of this folder as the ranks of one world, `each` of them on a host; return what
-    rank 0 wrote.
+    """Run a module of this folder as the ranks of one world; return the output of rank 0.
 
-    arguments: behind `--as-rank`.  SystemExit with everything that was written where a rank failed.
+    Args:
+        module: Name of the module.
+        pair: The hosts.
+        port: Port of the rendezvous on the first host.
+        arguments: Arguments after `--as-rank`.
+        each: Ranks per host.
+        timeout: Seconds for all ranks.
+
+    Raises SystemExit with all output if a rank fails.
     """
     world = {
         "WORLD_SIZE": str(each * len(pair)),
@@ -387,10 +403,9 @@ def run_ranks(
 
 
 def enter_host(pid: int) -> None:
-    """Move this process into the network, name and IPC of a host; it keeps its place among
-    processes and its mounts.
+    """Move this process into the network, host name and IPC namespaces of a host.
 
-    pid: of the host's first process.
+    It keeps its pid and mount namespaces. pid: the first process of the host.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for kind in ("net", "uts", "ipc"):
@@ -400,12 +415,12 @@ def enter_host(pid: int) -> None:
 
 
 def sent_from_here() -> int:
-    """Return the bytes that have left this process's host, headers included."""
+    """Return the bytes that this process's host has sent, including headers."""
     return _counters("/proc/self/net/dev")[SENT]
 
 
 def bits_per_second(rate: str) -> int:
-    """Return a rate in tc's words as a number."""
+    """Convert a rate in tc's notation to a number."""
     unit = next(unit for unit in UNITS if rate.endswith(unit))
     return int(float(rate.removesuffix(unit)) * UNITS[unit])
 
@@ -421,7 +436,7 @@ def _children(pid: int) -> list[int]:
         return [
             int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         ]
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return []
 
 
@@ -432,11 +447,13 @@ def _pids() -> list[int]:
 def _link(pid: int, kind: str) -> str:
     try:
         return os.readlink(f"/proc/{pid}/ns/{kind}")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""
 
 
 def _address(text: str, nbytes: int) -> str:
-    """An address out of /proc/net/tcp: words of four bytes, each in the machine's order."""
+    """Parse an address of /proc/net/tcp, which has four-byte words in the byte order of the
+    machine.
+    """
     words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, 2 * nbytes, 8)]
     return str(ipaddress.ip_address(b"".join(words)))

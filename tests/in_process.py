@@ -1,13 +1,13 @@
-"""A world of ranks in one process: threads that take turns, and a transport between them.
+"""A world of ranks in one process: threads that run one at a time, and a transport between them.
 
-One rank runs at a time, and the turn passes only where a rank waits for others: to the next one
-that can go on, or, with a seed, to any of them.  So a run repeats exactly, a failure is where its
-traceback says, and a deadlock is seen at once (`Deadlock` names what each rank waits for).  Above
-the transport everything is the library's own.
+Another rank runs only when the current one waits: the next rank that can continue or, with a seed,
+a random one. A run therefore repeats exactly, a failure has a useful traceback, and a deadlock is
+detected immediately (`Deadlock` names the condition of each rank). Everything above the transport
+is the library's own code.
 
-The transport is as mean as `Transport` allows: data moves as late as it may, in one piece for all
-ranks, and until then buffers that are to be filled hold NaN.  Who reads before `wait()` or writes
-what still travels gets wrong numbers.
+The transport is the strictest one that `Transport` allows: data moves as late as possible and for
+all ranks at once, and until then receive buffers hold NaN. Code that reads before `wait()` or
+modifies a send buffer in use gets wrong numbers.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ Ready = Callable[[], bool]
 
 
 class Deadlock(AssertionError):
-    """No rank can go on."""
+    """No rank can continue."""
 
 
 class Baton:
-    """Lets one of several threads run at a time.
+    """Let one of several threads run at a time.
 
-    seed: chooses who runs next, at every wait; None: a rank runs until it has to wait, then the
-    next one that can.
-    timeouts: how often a rank that waits is told that time passed, where no rank can go on, before
-    that is a deadlock.
+    Args:
+        seed: Chooses the next rank at every wait. None: a rank runs until it has to wait, then the
+            next one that can continue.
+        timeouts: Number of TimeoutErrors that waiting ranks get, if no rank can continue, before it
+            counts as a deadlock.
     """
 
     def __init__(self, size: int, seed: int | None, timeouts: int) -> None:
@@ -94,7 +95,7 @@ class Baton:
             thread.join()
 
     def wait(self, rank: int, ready: Ready, what: str) -> None:
-        """Let others run until `ready`; TimeoutError or Deadlock where it cannot become so."""
+        """Run other ranks until `ready`; raise TimeoutError or Deadlock if none can continue."""
         if self._random is None and ready():
             return
         self._waits[rank] = ready, what
@@ -125,7 +126,7 @@ class Baton:
 
 
 class Texts(dict[str, str]):
-    """The table of texts of a world's flight recorders."""
+    """A key-value store for the flight recorders of a world."""
 
     set = dict.__setitem__
     get = dict.get
@@ -138,12 +139,10 @@ class Texts(dict[str, str]):
 
 
 class Piece:
-    """A tensor that other ranks read, or write, where it lies; its owner alone counts as holding
-    it.
-    """
+    """A tensor that other ranks read or write in place; only its owner holds a reference."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.storage = tensor.untyped_storage()  # keeps the memory, and is no view of it
+        self.storage = tensor.untyped_storage()  # keeps the memory and is not a view of it
         self.seen = torch.empty(0, dtype=tensor.dtype)
         if tensor.numel():
             assert tensor.is_contiguous()
@@ -153,31 +152,32 @@ class Piece:
 
 @dataclass
 class Message:
-    """One collective under way.  By member: what it sends to each, where it receives from each, who
-    has received.
+    """A collective in progress.
+
+    By member: its send buffers, its receive buffers, and which members have received.
     """
 
     size: int
     outgoing: dict[int, list[Piece]] = field(default_factory=dict)
     incoming: dict[int, list[Piece | None]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
-    # Of every member that has come, for the time of arrival
+    # Of every member that has arrived, to record arrival times.
     arrivals: list[list[float]] = field(default_factory=list)
     has_travelled: bool = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether every member has come."""
+        """Return whether every member has arrived."""
         return len(self.outgoing) == self.size
 
     def travel(self) -> None:
-        """Fill every member's buffers, at once."""
+        """Fill the buffers of every member at once."""
         for member in () if self.has_travelled else self.incoming:
             self.fill(member)
         self.has_travelled = True
 
     def fill(self, member: int) -> None:
-        """Fill one member's buffers."""
+        """Fill the buffers of one member."""
         for peer, box in enumerate(self.incoming[member]):
             if peer != member and box is not None:
                 box.seen.copy_(self.outgoing[peer][member].seen)
@@ -185,7 +185,7 @@ class Message:
 
 @dataclass(eq=False)
 class Receipt:
-    """One member's part in a message: to be taken once, when every member has come."""
+    """The pending result of one member, which is read once all members have arrived."""
 
     message: Message
     member: int
@@ -213,10 +213,14 @@ class Receipt:
 
 
 class InProcess:
-    """A `Transport` between threads.  ranks: the members of its group.  rank: index of this one's.
+    """A `Transport` between threads.
 
-    Where ranks read in place, one that waits for anything takes what has come meanwhile, as
-    `SharedMemory` does.
+    If ranks read in place, a rank that waits for anything also completes its other finished
+    collectives, as `SharedMemory` does.
+
+    Args:
+        ranks: Members of the group.
+        rank: Index of this rank.
     """
 
     device = CPU
@@ -279,14 +283,14 @@ class InProcess:
         return wait
 
     def _has_news(self, cid: CollectiveId) -> bool:
-        """Whether any collective was completed since this rank could last issue what waits for
-        one.
+        """Return whether a collective has completed since this rank last had the chance to issue
+        work.
         """
         is_hurried = cid.poll_interval is not None and cid.poll_interval() < base.POLL_SECONDS
         return is_hurried and self.context.seen < self.world.completed
 
     def is_read(self, tensor: Tensor) -> bool:
-        """Whether a member of any group still reads a buffer of this rank."""
+        """Return whether a member of any group still reads a buffer of this rank."""
         if not self.reads_in_place:
             return False
         memory, here = tensor.untyped_storage().data_ptr(), self.context.rank
@@ -318,7 +322,7 @@ class InProcess:
 
     def progress(self) -> None:
         for receipt in [each for each in self.context.expected if each.message.is_complete]:
-            # A sum may wait for memory, and so come here again
+            # The reduction may wait for memory and call this method recursively.
             if receipt in self.context.expected:
                 self.context.expected.remove(receipt)
                 receipt.take(in_place=True)
@@ -328,12 +332,12 @@ class InProcess:
 
 
 class Context(WorldContext):
-    """One rank's view of a `World`."""
+    """The view that one rank has of a `World`."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._in_process = world
-        self.expected: list[Receipt] = []  # what this rank has issued and not yet taken
-        # Collectives that had been completed when this rank last stopped waiting to look around
+        self.expected: list[Receipt] = []  # issued by this rank and not yet received
+        # Number of completed collectives when this rank last returned from a wait.
         self.seen = 0
         keys = tuple(f"host {each * world.hosts // world.size}" for each in range(world.size))
         hosts = Hosts(rank, keys, keys)
@@ -348,7 +352,7 @@ class Context(WorldContext):
 
 @dataclass
 class Rank:
-    """What one rank's thread is given."""
+    """The arguments of one rank's thread."""
 
     comm: Comm
     world: World
@@ -362,18 +366,21 @@ class Rank:
         return self.comm.size
 
     def issued(self, lane: str) -> list[str]:
-        """The names of this rank's collectives so far, in the order of one lane ("engine
-        0/gather").
-        """
+        """Return the names of this rank's collectives in one lane ("engine 0/gather"), in order."""
         return [name for each, name in self.world.issued[self.index] if each == lane]
 
 
 class World(Generic[T]):
-    """Ranks that run one after the other.  reads_in_place: they read each other's memory, as ranks
-    of one host do.
+    """Ranks that run one at a time.
 
-    seed, timeouts: see `Baton`.  hosts: that ranks say they are on, in runs.  issued: by rank,
-    (lane, name) of every collective, in order.
+    Args:
+        seed: See `Baton`.
+        timeouts: See `Baton`.
+        hosts: Number of hosts, to which consecutive ranks are assigned.
+        reads_in_place: Ranks read each other's memory, as ranks of one host do.
+
+    Attributes:
+        issued: By rank, lane and name of every collective in order.
     """
 
     def __init__(
@@ -390,12 +397,12 @@ class World(Generic[T]):
         self.store = Texts()
         self.messages: dict[tuple[tuple[int, ...], str, int, int], Message] = {}
         self.issued: list[list[tuple[str, str]]] = [[] for _ in range(size)]
-        self.completed = 0  # collectives to which every member has come
+        self.completed = 0  # number of collectives at which every member has arrived
 
     def outcomes(self, body: Callable[[Rank], T]) -> list[T | Exception]:
-        """Run `body` on every rank, once for each world; by rank, what it returned or raised."""
+        """Run `body` on every rank, once per world; return by rank its result or exception."""
         found: list[Any] = [None] * self.size
-        self.errors: list[Exception] = []  # in the order they were raised
+        self.errors: list[Exception] = []  # in the order in which they were raised
 
         def run(rank: int) -> None:
             try:
@@ -409,8 +416,9 @@ class World(Generic[T]):
         return found
 
     def run(self, body: Callable[[Rank], T]) -> list[T]:
-        """As `outcomes`; the first error is raised, one that is no Deadlock before those that
-        are.
+        """Return the results of `outcomes`, or raise the first error.
+
+        A Deadlock has the lowest priority.
         """
         found = self.outcomes(body)
         for error in sorted(self.errors, key=lambda error: isinstance(error, Deadlock)):
@@ -419,12 +427,12 @@ class World(Generic[T]):
 
 
 def run_ranks(size: int, body: Callable[[Rank], T], **options: Any) -> list[T]:
-    """Run `body` on ranks that take turns; what each returned.  options: of `World`."""
+    """Run `body` on ranks that take turns and return the results. options: arguments of `World`."""
     return World[T](size, **options).run(body)
 
 
 def poisoned(tensor: Tensor) -> Tensor:
-    """The same tensor, with values that nobody may use."""
+    """Fill a tensor with NaN or the largest integer, and return it."""
     with torch.no_grad():
         return tensor.fill_(
             float("nan") if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max
@@ -432,8 +440,9 @@ def poisoned(tensor: Tensor) -> Tensor:
 
 
 def build_one(rank: Rank, model: nn.Module, **settings: Any) -> ParamGroup:
-    """Build the one group of a model that is a single unit of one dtype, without hooks.  settings:
-    as for `sharded`.
+    """Build the single parameter group of a model that is one unit of one dtype, without hooks.
+
+    settings: arguments of `PlanSettings`.
     """
     chosen = PlanSettings(**{"persistence_numel": 0, **settings})
     plan = plan_model(model, chosen, Mesh().on_world(rank.size, rank.index))
@@ -445,8 +454,9 @@ def build_one(rank: Rank, model: nn.Module, **settings: Any) -> ParamGroup:
 
 
 def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any) -> Runtime:
-    """Wrap a model on this rank as planned.  settings: of `PlanSettings`; nothing is too small to
-    be cut.
+    """Wrap a model on this rank.
+
+    settings: arguments of `PlanSettings`; parameters of any size are sharded by default.
     """
     runtime = bare(rank, model, mesh, **settings)
     StateDicts(runtime)
@@ -454,7 +464,7 @@ def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: 
 
 
 def bare(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any) -> Runtime:
-    """As `sharded`, with torch's own state dict."""
+    """Wrap a model like `sharded`, but keep torch's own state dict."""
     here = (mesh or Mesh()).on_world(rank.size, rank.index)
     chosen = PlanSettings(**{"persistence_numel": 0, **settings})
     in_place = rank.comm.reads_in_place
@@ -470,6 +480,6 @@ def bare(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any
 def optimizer_over(
     runtime: Runtime, make: MakeOptimizer, max_norm: float = 0.0
 ) -> ShardedOptimizer:
-    """An optimizer over the slices of a wrapped model."""
+    """Return an optimizer over the shards of a wrapped model."""
     groups = [{"params": list(runtime.model.parameters())}]
     return ShardedOptimizer(runtime, groups, make, StepSettings(max_norm=max_norm))

@@ -1,6 +1,4 @@
-"""Updates that every kernel is tested with: variants of the formulas, and layouts. CUDA kernels
-that run with NumPy.
-"""
+"""Updates and layouts with which every kernel is tested, and CUDA kernels that run on NumPy."""
 
 from __future__ import annotations
 
@@ -75,7 +73,7 @@ def split_parameters(parameters: bytes) -> list[NDArray[Any]]:
 
 
 class EmulatedKernel:
-    """Stands for `nvidia.Kernel` for a device that uses the memory of this process.
+    """Replaces `nvidia.Kernel` for a device that uses the memory of this process.
 
     Attributes:
         launches: The number of launches of all kernels.
@@ -90,7 +88,7 @@ class EmulatedKernel:
         self.device = device
 
     def launch(self, grid: int, block: int, parameters: bytes) -> None:
-        torch.zeros(1, device=self.device).add_(1)  # copies that the stream waits for come first
+        torch.zeros(1, device=self.device).add_(1)  # waits for copies that the stream depends on
         arguments = split_parameters(parameters)
         Launch(self.program, ProcessMemory(), grid, block, arguments).run()
         EmulatedKernel.launches += 1
@@ -98,7 +96,7 @@ class EmulatedKernel:
 
 @contextmanager
 def emulated_on(kind: str) -> Iterator[None]:
-    """Have this kind of device update by emulated CUDA kernels."""
+    """Update by emulated CUDA kernels on this kind of device."""
 
     @cache
     def kernel(variant: Variant, layout: Layout, scalar_count: int, index: int) -> EmulatedKernel:
@@ -114,7 +112,7 @@ def emulated_on(kind: str) -> Iterator[None]:
 
 
 def on_processor(name: str) -> str:
-    """Return lines of a program that make LLVM compile for a processor without extensions."""
+    """Return program lines that make LLVM compile for a processor without extensions."""
     return (
         "import llvmlite.binding as llvm\n"
         f"llvm.get_host_cpu_name = lambda: {name!r}\n"

@@ -1,11 +1,10 @@
-"""Ranks that do nothing but save are killed at random moments, again and again; prints what was
-found as JSON.
+"""Kill ranks at random moments while they save, repeatedly, and print the results as JSON.
 
     python tests/killed_saves.py FOLDER KILLS SEED
 
-Each life of the two ranks begins with the checkpoint that the one before left.  Ranks are forked
-from a process that has imported everything, so that a life takes a fraction of a second.  Run by
-tests/ranks/test_crash.py.
+In each round two ranks start from the checkpoint that the last round left. The ranks are forked
+from a process that has imported everything, so a round takes a fraction of a second.
+tests/ranks/test_crash.py runs this program.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ PATIENCE_SECONDS, END_SECONDS = 60.0, 10.0
 
 
 def live(rank: int, port: int, folder: Path, told: int) -> None:
-    """One rank: go on from the newest checkpoint, then save after every step, at once and behind in
-    turn.
+    """Run one rank: load the newest checkpoint, then save after every step.
 
-    told: gets a byte when the rank is ready, and one after every call of save_checkpoint.
+    Saves alternate between synchronous and asynchronous. told: a pipe that gets one byte when the
+    rank is ready and one after every call of save_checkpoint.
     """
     os.environ |= {
         "RANK": str(rank),
@@ -68,7 +67,7 @@ def start(rank: int, port: int, folder: Path, told: int) -> int:
 
 
 def end_of(children: list[int]) -> int:
-    """Wait for them; how many had to be killed."""
+    """Wait for the processes and return how many had to be killed."""
     deadline, left = time.monotonic() + END_SECONDS, list(children)
     while left and time.monotonic() < deadline:
         left = [child for child in left if os.waitpid(child, os.WNOHANG)[0] == 0]
@@ -85,7 +84,7 @@ def hear(reading: int) -> None:
 
 
 def one_life(folder: Path, chance: random.Random) -> int:
-    """How many ranks did not end by themselves after a kill."""
+    """Run one round and return how many ranks did not end on their own after a kill."""
     port = free_port()
     reading, writing = os.pipe()
     children = [start(rank, port, folder, writing) for rank in range(RANKS)]
@@ -93,7 +92,7 @@ def one_life(folder: Path, chance: random.Random) -> int:
     for _ in range(RANKS):
         hear(reading)
     began = time.monotonic()
-    for _ in range(RANKS):  # every rank's first save, more or less
+    for _ in range(RANKS):  # approximately the first save of every rank
         hear(reading)
     took = time.monotonic() - began
     for _ in range(chance.randrange(3)):
@@ -111,7 +110,7 @@ def main() -> None:
     hung = leftovers = 0
     for _ in range(kills):
         hung += one_life(folder, chance)
-        found.append(newest(folder))  # raises where a byte is wrong
+        found.append(newest(folder))  # raises if a byte is wrong
         leftovers += any(name.startswith(".") for name in names_in(folder))
     sys.stdout.write(
         json.dumps(

@@ -1,6 +1,6 @@
-"""Small models shared by tests, with sizes that divide by nothing in particular.
+"""Small models and their batches for tests, with sizes that have few common divisors.
 
-Owns the networks and their batches.  How they are trained without sharding is tests/reference.py's.
+tests/reference.py trains them without sharding.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH = 37, 15, 3, 41, 7
 
 
 class Block(nn.Module):
-    """A transformer block: attention and a two-layer net, each behind a norm and beside a residual
-    path.
+    """A transformer block: attention and an MLP, each with a norm before it and a residual
+    connection.
     """
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS, hidden: int = HIDDEN) -> None:
@@ -40,9 +40,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A language model of a few blocks; with targets it returns the mean loss, without them the
-    logits.
-    """
+    """A small language model that returns the mean loss, or the logits if there are no targets."""
 
     def __init__(
         self,
@@ -68,9 +66,7 @@ class Gpt(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters of sizes that divide by nothing, one of a single element and one of none; computes
-    nothing.
-    """
+    """Parameters with odd sizes, one with a single element and one with none; computes nothing."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -94,14 +90,14 @@ class Batch:
 
 
 def batch_of(step: int, micro: int, rank: int, size: int = 2) -> Batch:
-    """The micro-batch of one rank at one place of the run, the same whoever asks."""
+    """Return the micro-batch of one rank, which depends only on the arguments."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     text = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator)
     return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
 
 
 def seeded(build: type[nn.Module] = Gpt, seed: int = 7, **sizes: int) -> nn.Module:
-    """A model whose values depend on the seed alone."""
+    """Return a model whose values depend only on the seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return build(**sizes)

@@ -1,5 +1,6 @@
-"""What a test needs of the machine: without it the test is skipped, and under MUST_RUN, which CI
-sets, it fails.
+"""Requirements of a test on the machine.
+
+Without a requirement the test is skipped; with MUST_RUN set, as in CI, it fails.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ MUST_RUN = "DEEPSEEK_ZERO_TESTS_MUST_RUN"
 
 
 def need(is_there: bool, what: str) -> None:
-    """Go on if it is there.  Called by a fixture or at the top of a test."""
+    """Skip or fail the test if the requirement is missing. For fixtures and the top of a test."""
     if is_there:
         return
     if os.environ.get(MUST_RUN):

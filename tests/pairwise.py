@@ -1,5 +1,4 @@
-"""Few cases out of a product: every pair of values of two different axes stands in at least one
-case.
+"""A few cases of a product such that every pair of values of two axes occurs in at least one.
 
 CI runs these; DEEPSEEK_ZERO_FULL=1 runs the whole product.
 """
@@ -18,21 +17,22 @@ Pair = tuple[int, Any, int, Any]
 
 
 def pairs_of(case: Case) -> set[Pair]:
-    """The pairs of values that a case tries."""
+    """Return the pairs of values in a case."""
     return {(a, case[a], b, case[b]) for a, b in itertools.combinations(range(len(case)), 2)}
 
 
 def pairwise(
     axes: Mapping[str, Sequence[Any]], fits: Callable[[Case], bool] = lambda case: True
 ) -> list[Case]:
-    """Cases, one value per axis, that cover every pair; greedy, and the same at every call.
+    """Return cases with one value per axis that cover every pair.
 
-    fits: whether a case exists; a pair that no case has is not missed.
+    The choice is greedy and deterministic. fits: whether a case exists; pairs without a case are
+    ignored.
     """
     product = list(filter(fits, itertools.product(*axes.values())))
     numbers: dict[
         Pair, int
-    ] = {}  # a bit for each pair: thousands of cases are compared again and again
+    ] = {}  # one bit per pair, because thousands of cases are compared repeatedly
     masks = [
         sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs_of(case))
         for case in product
@@ -47,7 +47,7 @@ def pairwise(
 
 
 def is_full() -> bool:
-    """Return whether whole products run."""
+    """Return whether the whole product runs."""
     return os.environ.get(FULL, "0") not in ("", "0")
 
 
@@ -56,8 +56,12 @@ def cases(
     always: Sequence[Case] = (),
     fits: Callable[[Case], bool] = lambda case: True,
 ) -> tuple[str, Iterable[Case]]:
-    """What `@parametrize(*cases(AXES))` takes.  always: cases that run beside the pairwise ones.
-    fits: see `pairwise`.
+    """Return the arguments of `@parametrize(*cases(AXES))`.
+
+    Args:
+        axes: Values by name.
+        always: Cases in addition to the pairwise ones.
+        fits: See `pairwise`.
     """
     if is_full():
         return ",".join(axes), list(filter(fits, itertools.product(*axes.values())))

@@ -1,8 +1,8 @@
-"""The unsharded reference: one plain copy of the model per rank, all in this process, stepped by
+"""The unsharded reference: one plain copy of the model per rank, all in this process, updated with
 their mean gradient.
 
-Each copy sees one rank's data, so its buffers (running statistics) are that rank's too.  Used by
-tests/ranks, whose worlds compare an engine with it, parameter by parameter.
+Each copy gets the data of one rank, so its buffers (running statistics) match that rank's. Tests in
+tests/ranks compare an engine with it, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import deepseek_zero
 LEARNING_RATE = 0.1
 LATE_SECONDS = 0.02  # longer than a backward of these models
 BACKWARD = Callable[..., Any]
-# body(model, rank, step, backward): one step's forwards and backwards on one rank's data; returns
-# tensors to compare.
+# body(model, rank, step, backward) runs the forward and backward passes of one step on the data of
+# one rank and returns tensors to compare.
 Body = Callable[[nn.Module, int, int, BACKWARD], Any]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A stage and, at stage 3, whether units are released between forward and backward (window 0)
-    or kept (default).
+    """A stage and, at stage 3, whether units are resharded after forward (window 0) or kept
+    (default).
     """
 
     stage: int
@@ -81,13 +81,13 @@ def here() -> int:
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 7) -> nn.Module:
-    """The same model wherever it is built."""
+    """Return the same model on every rank."""
     torch.manual_seed(seed)
     return build()
 
 
 def draw(rank: int, step: int, *shape: int) -> Tensor:
-    """Data of one rank's step, the same wherever it is drawn."""
+    """Return the data of one step of a rank, which is the same on every rank that computes it."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
@@ -96,8 +96,9 @@ def engine_for(model: nn.Module, setting: Setting, **top: Any) -> Any:
 
 
 class Plain:
-    """One plain copy per rank; `step` runs a body on each and updates all by plain SGD on the mean
-    gradient.
+    """One plain copy per rank.
+
+    `step` runs a body on each copy and updates all with SGD on the mean gradient.
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
@@ -108,11 +109,11 @@ class Plain:
 
     @property
     def mine(self) -> nn.Module:
-        """The copy that saw this rank's data."""
+        """The copy that got this rank's data."""
         return self.copies[here()]
 
     def run(self, body: Body, step: int) -> Any:
-        """Run a body on every copy; returns what it gave for this rank."""
+        """Run a body on every copy and return its result for this rank."""
         given = [body(copy, rank, step, _plain_backward) for rank, copy in enumerate(self.copies)]
         return given[here()]
 
@@ -149,7 +150,7 @@ def _dense(grad: Tensor) -> Tensor:
 
 
 def assert_same_state(model: nn.Module, plain: nn.Module) -> None:
-    """Full tensors of the wrapped model against the plain copy's; collective."""
+    """Compare the full tensors of a wrapped model with those of the plain copy. Collective."""
     found, expected = model.state_dict(), plain.state_dict()
     assert list(found) == list(expected)
     for name, value in expected.items():
@@ -172,12 +173,11 @@ def assert_same_outputs(found: Any, expected: Any) -> None:
 def assert_trains_like_plain(
     build: Callable[[], nn.Module], body: Body, setting: Setting, steps: int = 3, **top: Any
 ) -> Any:
-    """Train an engine and the plain copies; losses, outputs and every parameter and buffer agree.
-    Returns the engine.
+    """Train an engine and the plain copies, compare everything and return the engine.
 
-    Odd steps go through engine.backward, even ones through loss.backward alone.  The ranks take
-    turns at being late, so that what one of them waits for is really under way while its own
-    backward goes on.
+    Losses, outputs, parameters and buffers must agree. Odd steps call engine.backward, even steps
+    only loss.backward. A different rank is late in each step, so that the other ranks wait for
+    collectives that are still in progress while its backward runs.
     """
     plain = Plain(build)
     model = seeded(build)

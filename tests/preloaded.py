@@ -1,7 +1,6 @@
-"""What the process imports that ranks are forked off (tests/rank_pool.py): it need not be imported
-in each of them.
+"""Import the modules that ranks need before tests/rank_pool.py forks them.
 
-It must compute nothing and start no thread: no thread survives a fork.
+This module must not compute anything or start threads, because no thread survives a fork.
 """
 
 from __future__ import annotations
@@ -18,4 +17,5 @@ with suppress(ImportError):
     from transformers import LlamaForCausalLM  # noqa: F401
 
 gc.collect()
-gc.freeze()  # a rank's collector looks at what its tests make, and leaves these pages shared
+# keeps these pages shared, because the collector of a rank does not touch frozen objects
+gc.freeze()

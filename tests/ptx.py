@@ -1,12 +1,11 @@
-"""Runs compiled PTX with NumPy, so that the code of a GPU kernel is tested on a machine without a
-GPU.
+"""Run compiled PTX with NumPy, to test the code of a GPU kernel on a machine without a GPU.
 
-A register is an array with an element per thread. Of the threads that have not returned, those at
-the earliest instruction run next, so threads that branched apart meet again. Only instructions that
-our kernels use are there; any other raises.
+A register is an array with one element per thread. Of the threads that have not returned, those at
+the earliest instruction run next, so diverged threads converge again. Only the instructions that
+our kernels use are implemented; any other raises.
 
 As on NVIDIA GPUs, each fp32 operation that results in a NaN gives 0x7FFFFFFF. Memory is one array.
-An access outside of an allocation, or at an address that is no multiple of its size, raises.
+An access outside of an allocation or at a misaligned address raises.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 class Memory:
-    """Global memory: allocations with untouchable bytes between them."""
+    """Global memory: allocations with inaccessible bytes between them."""
 
     GAP = 64
 
@@ -73,8 +72,8 @@ class Memory:
         self.top = self.GAP
 
     def put(self, values: Array, offset: int = 0) -> int:
-        """Copy an array to an address that is `offset` bytes behind a multiple of 64, and return
-        the address.
+        """Copy an array to an address that is `offset` bytes after a multiple of 64; return the
+        address.
         """
         address = -(-self.top // 64) * 64 + offset
         end = address + values.nbytes
@@ -84,12 +83,12 @@ class Memory:
         return address
 
     def get(self, address: int, like: Array) -> Array:
-        """Return a copy of what is at an address now."""
+        """Return a copy of the current values at an address."""
         return self.bytes[address : address + like.nbytes].view(like.dtype).copy()
 
     def places(self, addresses: Array, dtype: Any, count: int) -> tuple[Array, Array]:
-        """Return memory as numbers, and the indices of `count` of them at each address; one row per
-        address.
+        """Return memory as numbers, and the indices of `count` numbers at each address, one row
+        each.
         """
         size = np.dtype(dtype).itemsize
         if (addresses % (size * count)).any():
@@ -105,7 +104,7 @@ class Memory:
 
 
 class ProcessMemory(Memory):
-    """The memory of this process, as the memory of a device. Bounds are not checked."""
+    """The memory of this process, used as the memory of a device. Bounds are not checked."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -124,7 +123,7 @@ class ProcessMemory(Memory):
 
 @dataclass
 class Instruction:
-    """One instruction.  guard: the predicate under which it runs, and its sign."""
+    """One instruction. guard: the predicate that enables it, and its sign."""
 
     opcode: str
     operands: list[str]
@@ -142,7 +141,7 @@ class Instruction:
 
 @dataclass
 class Program:
-    """A kernel's instructions, where its labels are, and the numbers of its parameters."""
+    """The instructions of a kernel, the positions of its labels and its parameters' indices."""
 
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -167,9 +166,9 @@ class Launch:
     """One launch of a kernel.
 
     Attributes:
-        executed: How many threads executed each opcode.
+        executed: Number of threads that executed each opcode.
         loaded: Bytes that all threads read from global memory.
-        stored: Bytes that they wrote.
+        stored: Bytes that all threads wrote to global memory.
     """
 
     def __init__(

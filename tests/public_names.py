@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from types import ModuleType
 
-# In the order of the pages
+# in the order of the pages
 PUBLIC_MODULES = {
     "Training": (
         "deepseek_zero",
@@ -27,11 +27,11 @@ PUBLIC_MODULES = {
         "deepseek_zero.report",
     ),
 }
-# Modules that get all their public names from another module
+# Modules that reexport all public names of another module
 LISTED_IN = {"deepseek_zero.comm": "deepseek_zero.compat.deepspeed.comm"}
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return the names of a module's `__all__`, sorted."""
+    """Return the sorted names of a module's `__all__`."""
     listed = import_module(LISTED_IN.get(module.__name__, module.__name__))
     return sorted(listed.__all__)

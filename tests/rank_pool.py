@@ -1,10 +1,10 @@
 """Worlds of gloo processes that run the bodies of tests marked `ranks`.
 
-A pool is one world: its processes are forked off one that has imported what tests use
-(tests/preloaded.py) and computed nothing, and then run test after test.  The parent owns the TCP
-store, so no port is guessed.  A pool that saw a failure is closed by its caller, because its groups
-may be out of step. Knows nothing of pytest's items; tests/conftest.py turns a test into a Task and
-an Outcome into a verdict.
+A pool is one world. Its processes are forked from a process that has imported the modules that
+tests use (tests/preloaded.py), and run one test after another. The parent owns the TCP store, so no
+port is guessed. The caller closes a pool after a failure, because its process groups may be out of
+step. This module does not depend on pytest's items: tests/conftest.py turns a test into a Task and
+an Outcome into a result.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ from tests.hosts import hosts as make_hosts
 SEED = 1234
 START_SECONDS = 240.0
 POLL_SECONDS = (
-    0.2  # between looks at the notice board: errors between ranks of one machine need no more
+    # between two reads of the shared error state; ranks of one machine need no shorter interval
+    0.2
 )
-# What the other ranks get once one has failed: they may be waiting for it inside a collective
+# Seconds for the other ranks after a failure: they may be waiting for the failed rank in a
+# collective.
 GRACE_SECONDS = 3.0
-# Longer than any test: the pool's own limit is the one that speaks
+# Longer than any test, so that the pool's own timeout takes effect first.
 GROUP_TIMEOUT = timedelta(minutes=30)
-PORT_ON_HOSTS = 29500  # of the store that rank 0 keeps where the parent's own cannot be reached
+PORT_ON_HOSTS = 29500  # Port of the store of rank 0, for hosts that cannot reach the parent's store
 
 
 @dataclass(frozen=True)
 class Task:
-    """One test body: where it is, its pickled arguments, and the warning filters of the test."""
+    """A test body: its location, its pickled arguments and the warning filters of the test."""
 
     module: str
     path: str
@@ -64,10 +66,12 @@ class Task:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is.  host: the first process of its host, 0: this machine.  store: the world's
-    address and port.
+    """The location of a rank.
 
-    local: variables of the ranks of a host, which a launcher may leave out.
+    Attributes:
+        host: First process of its host; 0: this machine.
+        store: Address and port of the world's store.
+        local: Variables of the ranks on one host, which a launcher may omit.
     """
 
     host: int
@@ -77,9 +81,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank says after a task: kind is "ok", "failed" or "skipped"; text is a traceback or
-    a reason.
-    """
+    """The result of one rank: kind is "ok", "failed" or "skipped"; text: a traceback or reason."""
 
     kind: str
     text: str = ""
@@ -87,8 +89,12 @@ class Answer:
 
 @dataclass
 class Outcome:
-    """The answers by rank; `silent` maps a rank that never answered to its stack, `dead` to its
-    exit code.
+    """The results of all ranks.
+
+    Attributes:
+        answers: By rank.
+        silent: Stacks of the ranks that did not answer.
+        dead: Exit codes of the ranks that died.
     """
 
     answers: dict[int, Answer] = field(default_factory=dict)
@@ -105,15 +111,16 @@ class Outcome:
 
 
 def seed_everything() -> None:
-    """The same start of every random stream for every test, on every rank."""
+    """Seed every random number generator equally for every test and rank."""
     random.seed(SEED)
     torch.manual_seed(SEED)
 
 
 class RankPool:
-    """A world of `size` processes, started by the constructor and ended by `close`.
+    """A world of `size` processes that the constructor starts and `close` ends.
 
-    hosts: among which they are dealt in runs (tests/hosts.py); 1: this machine.
+    hosts: number of hosts (tests/hosts.py) to which consecutive ranks are assigned; 1: this
+    machine.
     """
 
     def __init__(self, size: int, hosts: int = 1) -> None:
@@ -134,20 +141,20 @@ class RankPool:
         ]
         for process, (_, theirs) in zip(self._processes, pairs, strict=True):
             process.start()
-            theirs.close()  # ours alone is left, so that a dead rank reads as the end of the pipe
+            theirs.close()  # Only the parent keeps this end, so that a dead rank closes the pipe.
         started = self._collect(START_SECONDS)
         if started.failed:
             self.close()
             raise RuntimeError(f"A pool of {size} ranks did not start: {started}")
 
     def run(self, task: Task, timeout: float) -> Outcome:
-        """Run `task` on every rank; returns within `timeout` seconds and a little."""
+        """Run `task` on every rank; return within about `timeout` seconds."""
         for pipe in self._pipes:
             pipe.send(task)
         return self._collect(timeout)
 
     def close(self) -> None:
-        """End every rank, by force where it does not leave by itself."""
+        """End every rank, with SIGKILL if necessary."""
         for pipe in self._pipes:
             pipe.close()
         patience = time.monotonic() + 1.0
@@ -199,13 +206,13 @@ class RankPool:
         return Path(self._folder.name) / f"rank{rank}.txt"
 
     def _stack_of(self, rank: int) -> str:
-        """Ask a rank that hangs, even inside C code, where it is."""
+        """Return the stack of a rank that hangs, even inside C code."""
         process, path = self._processes[rank], self._stacks(rank)
         if process.pid is None or not process.is_alive() or not path.exists():
             return "(no stack: the process had not started or had ended)"
         os.kill(process.pid, signal.SIGUSR1)
         for _ in range(20):
-            time.sleep(0.05)  # the only way to know that the signal handler has written
+            time.sleep(0.05)  # nothing else shows that the signal handler has written
             if "most recent call first" in path.read_text():
                 break
         return path.read_text().strip()
@@ -219,13 +226,14 @@ def _serve(
     stacks: str,
     environment: dict[str, str],
 ) -> None:
-    """The life of one rank: join the world, then run tasks until the parent closes the pipe.
+    """Run one rank: join the world, then run tasks until the parent closes the pipe.
 
-    environment: the parent's of now; the process this one is forked off has that of its own start.
+    environment: the parent's current variables. The process from which ranks are forked still has
+    the variables of its own start.
     """
     os.environ.clear()
     os.environ.update(environment)
-    # Ctrl-C reaches the whole group; the parent ends the ranks
+    # Ctrl-C reaches the whole process group; the parent ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for life)
     if place.host:
@@ -237,7 +245,7 @@ def _serve(
         "WORLD_SIZE": str(size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        # A second init_process_group("env://") joins the parent's store too
+        # A second init_process_group("env://") also joins the parent's store.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
@@ -252,7 +260,7 @@ def _serve(
         try:
             task = pipe.recv()
         except EOFError:
-            os._exit(0)  # at once: destroying a group that another rank has left can wait for it
+            os._exit(0)  # exit immediately: destroying a group that another rank has left can block
         try:
             pipe.send(_run(task))
         except BrokenPipeError:
@@ -277,17 +285,17 @@ def _run(task: Task) -> Answer:
         for patch in [
             value for value in arguments.values() if isinstance(value, pytest.MonkeyPatch)
         ]:
-            patch.undo()  # a copy of the fixture's, which knows nothing of it
+            patch.undo()  # a copy of the fixture's object, which pytest does not undo
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)
-        # A test's model and engine end with the test, not in the middle of a later one
+        # Destroy a test's model and engine with the test, and not during a later one.
         gc.collect()
     return Answer("ok")
 
 
 def _told() -> str:
-    """The traceback without this file's own frames."""
+    """Return the traceback without frames of this file."""
     error = sys.exception()
     assert error is not None
     frames = error.__traceback__
@@ -301,7 +309,7 @@ def _told() -> str:
 
 
 def _load(task: Task) -> Callable[..., Any]:
-    """Import the test's module by its path, once per rank, with asserts that show their values."""
+    """Import the test's module by its path, once per rank, with assertion rewriting."""
     if task.module not in sys.modules:
         source = Path(task.path).read_bytes()
         tree = ast.parse(source, task.path)
@@ -315,6 +323,6 @@ def _load(task: Task) -> Callable[..., Any]:
             del sys.modules[task.module]
             raise
         gc.collect()
-        # What imports have made stays; tests that look at every object look at their own
+        # Freeze objects made by imports, so that tests that inspect all objects see only their own.
         gc.freeze()
     return getattr(sys.modules[task.module], task.function)

@@ -1,9 +1,11 @@
-"""Record what real launchers say to their processes, on three hosts of namespaces: the rows of
-`tests/unit/base/test_world.py`.
+"""Record the environment that real launchers give their processes on three hosts of namespaces.
+`tests/unit/base/test_world.py` uses the records.
 
     python -m tests.record_launchers        # as root; half a minute
 
-Needs Debian's openmpi-bin, mpich, slurmctld, slurmd, slurm-client, munge and openssh-server.
+Needs Debian's openmpi-bin, mpich, slurmctld, slurmd, slurm-client, munge and openssh-server. Every
+case starts a program that writes the variables that launchers set and the address of its host. The
+records contain no path and no secret. They are written to `tests/unit/base/launchers.json`.
 
 Every case starts a program that writes its environment, as far as launchers speak in it, and its
 host's address. What is kept names no path and no secret.  Writes `tests/unit/base/launchers.json`.
@@ -71,9 +73,7 @@ SSH = (
 
 
 class Recorder:
-    """Starts cases and collects what their processes wrote.  folder: scratch of this run, which
-    hosts share.
-    """
+    """Run cases and collect the output of their processes. folder: scratch, shared by all hosts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.rows = folder, folder / "rows"
@@ -85,7 +85,7 @@ class Recorder:
     def record(
         self, name: str, host: Host, command: Sequence[str], count: int, **environ: str
     ) -> None:
-        """Run a command that starts `count` copies of the program, and keep what they were told."""
+        """Run a command that starts `count` copies of the program, and keep their environments."""
         print(f"{name} ...", flush=True)  # noqa: T201
         environ = {"SLURM_CONF": f"{self.folder}/slurm.conf", **environ}
         said = host.run([*command, *self.program], environ, cwd=str(self.folder)).communicate(
@@ -111,7 +111,7 @@ def _kept(environ: dict[str, str]) -> dict[str, str]:
 
 @contextmanager
 def running(*programs: Process | subprocess.Popen[str]) -> Iterator[None]:
-    """End these with the block."""
+    """End these programs when the block ends."""
     try:
         yield
     finally:
@@ -166,7 +166,7 @@ def _slurm(folder: Path, everyone: Sequence[Host]) -> list[Process | subprocess.
 
 
 def record(folder: Path, everyone: Sequence[Host]) -> dict[str, Any]:
-    """Run every case; return what was said."""
+    """Run every case and return the records."""
     h0, _, h2 = everyone
     at, keep = Recorder(folder), str(folder / "ssh")
     open_mpi = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]

@@ -1,9 +1,9 @@
-"""Training without sharding: what every stage must reproduce bit by bit.
+"""Training without sharding, which every stage must reproduce bit by bit.
 
-One process runs every rank's micro-batches and adds gradients in the contract's order: ranks
-ascending with fp32 partial sums, one division by the ranks, one rounding to the gradient's dtype.
-Written from that sentence, with plain tensors per parameter; of the library only the
-master-to-weight cast and the clipping factor are used, which the contract names.
+One process runs the micro-batches of every rank and adds gradients in the contract's order: fp32
+partial sums in ascending rank order, one division by the number of ranks, and one rounding to the
+gradient's dtype. It uses plain tensors per parameter. From the library it uses only the cast from
+main weights to weights and the clipping factor, which the contract names.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.models import Batch
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
-# torch's fused and foreach kernels treat the last elements of a tensor by other instructions, which
-# round otherwise; where they stand depends on how tensors are cut.  The per-element kernels have no
-# such places.
+# torch's fused and foreach kernels process the last elements of a tensor with different
+# instructions, which round differently. Which elements are affected depends on how tensors are
+# sharded. The per-element kernels treat all elements alike.
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda params: torch.optim.SGD(
         params, lr=0.05, momentum=0.9, weight_decay=0.01, foreach=False, fused=False
@@ -37,12 +37,13 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 @dataclass
 class Reference:
-    """A model of fp32 masters and weights of `dtype`, trained on the micro-batches of `ranks`
+    """A model with fp32 main weights and weights of `dtype`, trained on the micro-batches of all
     ranks.
 
-    adds_first: a rank adds its micro-batches before the ranks are summed (stages 0 and 1);
-    otherwise after (2 and 3).
-    ranks_per_host: of sums by host; 1: in the order of ranks.
+    Attributes:
+        adds_first: A rank adds its micro-batches before the sum over ranks (stages 0 and 1) and not
+            after it (stages 2 and 3).
+        ranks_per_host: Size of the partial sums by host; 1: sum in rank order.
     """
 
     model: nn.Module
@@ -71,7 +72,7 @@ class Reference:
         return self.dtype if self.accumulation == 1 else torch.float32
 
     def micro_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """The loss of one micro-batch and the gradients of that loss divided by the
+        """Return the loss of one micro-batch and the gradients of the loss divided by the
         accumulation.
         """
         for weight in self.weights:
@@ -87,7 +88,7 @@ class Reference:
     def gradients(
         self, batches: Sequence[Sequence[Batch]]
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Losses by rank and micro-batch, and the reduced gradients.  batches[rank][micro]."""
+        """Return losses by rank and micro-batch, and the gradients, of `batches[rank][micro]`."""
         runs = [[self.micro_batch(batch) for batch in of_rank] for of_rank in batches]
         losses = [[loss for loss, _ in of_rank] for of_rank in runs]
         reduced = []
@@ -118,9 +119,7 @@ class Reference:
         return total
 
     def _mean(self, of_ranks: list[Tensor]) -> Tensor:
-        """Add up in fp32, `ranks_per_host` neighbours first and then these sums, and divide by all
-        ranks.
-        """
+        """Return the fp32 mean of ranks: sum `ranks_per_host` neighbors first, then these sums."""
         runs = [
             of_ranks[start : start + self.ranks_per_host]
             for start in range(0, len(of_ranks), self.ranks_per_host)
@@ -137,11 +136,10 @@ class Reference:
     def step(
         self, batches: Sequence[Sequence[Batch]], norm: float | None = None
     ) -> tuple[list[list[Tensor]], float]:
-        """One optimizer step; the losses and the gradient's norm.
+        """Take one optimizer step; return the losses and the gradient norm.
 
-        norm: the norm to clip by.  Sums of squares depend on how they are blocked, so a run that is
-        compared bitwise is given the engine's own, after it has been compared with the one computed
-        here.
+        norm: the norm to clip by. A sum of squares depends on its blocking, so a bitwise comparison
+        passes the engine's norm after checking it against the one computed here.
         """
         losses, reduced = self.gradients(batches)
         found = float(torch.stack([grad.double().square().sum() for grad in reduced]).sum().sqrt())
@@ -158,7 +156,7 @@ class Reference:
             cast_master(master.data.reshape(-1), weight.data.reshape(-1))
 
     def values(self) -> dict[str, Tensor]:
-        """Weights by name."""
+        """Return copies of the weights by name."""
         return {name: value.detach().clone() for name, value in self.model.named_parameters()}
 
 
@@ -178,7 +176,7 @@ class TwoLevels(Reference):
         return total.to(self.grad_dtype)
 
     def _micro_first(self, partials: list[list[Tensor]]) -> Tensor:
-        if self.shard == 1:  # nothing is summed within a group, so the one sum is the outer one
+        if self.shard == 1:  # nothing is summed within a group, so the only sum is the outer one
             return super()._micro_first(partials)
         return self._over_replicas(
             [Reference._micro_first(self, group) for group in self._groups(partials)]
@@ -193,9 +191,7 @@ class TwoLevels(Reference):
 def whole_batch_run(
     model: nn.Module, make_optimizer: MakeOptimizer, steps: Sequence[Sequence[Batch]]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The plain loop everybody writes: all samples of a step in one batch.  Losses and final
-    weights.
-    """
+    """Train a plain loop with one batch per step; return losses and final weights."""
     optimizer, losses = make_optimizer(list(model.parameters())), []
     for batches in steps:
         optimizer.zero_grad()

@@ -1,13 +1,12 @@
-"""Passes frames between two network devices, and on the way loses some, delays all, or damages a
-bit of some.
+"""Pass frames between two network devices, and lose, delay or damage some of them.
 
     python tests/relay.py p1 q1 --loss 0.01 --delay 0.025 --flip-every 2000
 
-Many kernels have no netem.  A damaged frame gets the TCP checksum of what it has become, as where
-the memory of a switch flips a bit: nobody on the way notices.  It is a frame with much data: lines
-between programs are short, and known by TCP's checksum alone.  Ends with its standard input; then
-it writes how many frames it passed, lost and damaged.  Run by path, standard library only; needs
-root, and frames with checksums (`without_offload`).
+Many kernels have no netem. A damaged frame gets a correct TCP checksum, as if the memory of a
+switch had flipped a bit, so no network layer notices. Only frames with much data are damaged,
+because short control messages have no other checksum than TCP's. The relay ends when its standard
+input closes and then writes the counts of passed, lost and damaged frames. It is run by path, uses
+only the standard library, and needs root and frames with checksums (`without_offload`).
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ ALL_FRAMES, LARGEST = 0x0003, 1 << 16  # ETH_P_ALL
 SOL_PACKET, PACKET_IGNORE_OUTGOING = 263, 23
 SO_RCVBUFFORCE, SO_SNDBUFFORCE, ROOM = 33, 32, 1 << 23
 SIOCETHTOOL, ETHTOOL_STXCSUM = 0x8946, 0x17
-AT_ONCE = 64  # frames of one device before the other's turn
+AT_ONCE = 64  # frames of one device before the other device gets its turn
 ETHERNET, IPV4, TCP = 14, 0x0800, 6
-MUCH_DATA = 1000  # bytes of a frame that may be damaged
+MUCH_DATA = 1000  # least number of bytes of a frame that may be damaged
 WORD = struct.Struct("!H")
 
 
 def without_offload(device: str) -> None:
-    """Have the kernel send whole frames through a device: segments of their own, with checksums."""
+    """Disable the device's offloads: the kernel sends complete segments with checksums."""
     value = ctypes.create_string_buffer(struct.pack("II", ETHTOOL_STXCSUM, 0))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(
@@ -44,8 +43,9 @@ def without_offload(device: str) -> None:
 
 
 def damaged(frame: bytes, chance: random.Random) -> bytes | None:
-    """Return the frame with another bit and the checksum that goes with it; None if it has little
-    data or no TCP.
+    """Return the frame with one flipped bit and a matching checksum.
+
+    Returns None if the frame has little data or is not TCP.
     """
     changed = bytearray(frame)
     if (
@@ -88,7 +88,7 @@ def relay(names: list[str], loss: float, delay: float, flip_every: int, seed: in
     """Pass frames until standard input ends; return how many were passed, lost and damaged."""
     chance, counts = random.Random(seed), Counter(passed=0, lost=0, damaged=0)
     devices = [open_device(name) for name in names]
-    # For each device: when due, and what
+    # for each device, the due times and frames
     waiting: list[deque[tuple[float, bytes]]] = [deque(), deque()]
     data_frames = 0
     say("ready")
@@ -123,7 +123,7 @@ def relay(names: list[str], loss: float, delay: float, flip_every: int, seed: in
                 try:
                     device.send(queue.popleft()[1])
                     counts["passed"] += 1
-                except OSError:  # no room: it is lost, as on any wire
+                except OSError:  # the queue is full, and the frame is lost
                     counts["lost"] += 1
 
 

@@ -1,17 +1,17 @@
-"""Train a small GPT under torchrun, ended at chosen moments, and go on from the last checkpoint
+"""Train a small GPT under torchrun, kill it at chosen moments, and resume from the last checkpoint
 after each restart.
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=N tests/restarted.py FOLDER STEPS WAY
     ENDS
 
-WAY: which call joins the process group first: "engine", "torch" or "deepspeed". ENDS: a JSON list
-with one entry for each start that is to fail, [rank, moment, seconds]. That rank is ended so many
-seconds after the moment, by a signal that runs no code of the process. Moments are "start" (before
-torch is imported), "joining" (the process group), "built" (the engine) and "step N".
+WAY: the call that joins the process group first: "engine", "torch" or "deepspeed". ENDS: a JSON
+list with one entry [rank, moment, seconds] for each start that is to fail. A signal that runs no
+code of the process ends that rank `seconds` after the moment. Moments are "start" (before torch is
+imported), "joining" (the process group), "built" (the engine) and "step N".
 
 Rank 0 appends "STEP LOSS" for each step to FOLDER/restarted. After the last start it trains once
-more from the beginning, without an interruption, and appends those losses to FOLDER/undisturbed.
-FOLDER/reached has the step at which each of these trainings began.
+more from the beginning without an interruption and appends those losses to FOLDER/undisturbed.
+FOLDER/reached has the first step of each of these runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAVE_EVERY = 3
 def at(moment: str) -> None:
     """Start the timer if this rank is to end after this moment."""
     if END is not None and END[:2] == [RANK, moment]:
-        # Its signal ends a process that has no handler
+        # The default action of its signal ends the process.
         signal.setitimer(signal.ITIMER_REAL, END[2])
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     elif WAY == "deepspeed":
         deepseek_zero.init_distributed()
     train("restarted", FOLDER / "saved")
-    while END is not None:  # trained before the timer ended it
+    while END is not None:  # training finished before the timer ended the process
         signal.pause()
     train("undisturbed", None)
 

@@ -1,5 +1,6 @@
-"""Training on sequences that ranks share, beside one process on whole ones: the same losses,
-gradients and weights.
+"""Compare training on sequences that ranks share with one process on whole sequences.
+
+Losses, gradients and weights must be the same.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def batch(seed: int, *, ignores: int = 3) -> dict[str, Tensor]:
-    """Tokens and labels, of which the first so many are ignored."""
+    """Return tokens and labels, of which the first `ignores` per row are ignored."""
     tokens = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(seed))
     labels = tokens.clone()
     labels[:, :ignores] = -100
@@ -40,9 +41,7 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def same_gradients(model: nn.Module, engine: Any, prefix: str = "") -> None:
-    """Compare every gradient with that of one process, within 1e-6.  prefix: of the engine's
-    names.
-    """
+    """Compare every gradient with the single process's within 1e-6. prefix: of engine names."""
     parts = dict(engine.module.named_parameters())
     for name, parameter in model.named_parameters():
         found = safe_get_full_grad(parts[prefix + name])
@@ -52,9 +51,7 @@ def same_gradients(model: nn.Module, engine: Any, prefix: str = "") -> None:
 
 
 def same_step(model: nn.Module, expected: Sequence[Tensor], engine: Any, loss: Tensor) -> None:
-    """Take a step of SGD by hand, over the mean of all ranks' losses, and the engine's over this
-    rank's.
-    """
+    """Compare an engine step with an SGD step by hand on the mean loss of all ranks."""
     model.zero_grad()
     torch.stack(tuple(expected)).mean().backward()
     engine.backward(loss)
@@ -70,9 +67,7 @@ def by_hand(model: nn.Module) -> None:
 
 
 def same_training(model: nn.Module, engine: Any, batches: list[list[dict[str, Tensor]]]) -> None:
-    """Train both; each step's batches are those of the data coordinates. Same losses, gradients and
-    weights.
-    """
+    """Train both and compare losses, gradients and weights. batches: by step and coordinate."""
     for step in batches:
         losses = [model(**each).loss for each in step]
         index = engine.mesh.data_index

@@ -1,6 +1,6 @@
-"""The same program on a sharded model, through both doors, and on a plain one in unsharded torch.
+"""Run one program on a sharded model, through both APIs, and on a plain torch model.
 
-Used by tests that change gradients or freeze parameters between the steps of a run.
+Used by tests that change gradients or freeze parameters between steps.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ import deepseek_zero
 from tests.models import Gpt, batch_of, seeded
 
 Prepare = Callable[[nn.Module], Any]
-# Gradients that ought to be zero stay small
+# With this eps, gradients that should be zero cause only small updates.
 ADAMW: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}
 
 
 def nothing_first(model: nn.Module) -> None:
-    """What is done to a model before it is wrapped."""
+    """Do nothing to a model before it is wrapped."""
 
 
 class Plainly:
-    """Unsharded: `.grad` is the mean of what both ranks' micro-batches give, over
-    `accumulation`.
-    """
+    """Unsharded torch: `.grad` is the mean over both ranks' micro-batches and `accumulation`."""
 
     def __init__(self, accumulation: int = 1, prepare: Prepare = nothing_first) -> None:
         self.model, self.accumulation = seeded(Gpt), accumulation
@@ -57,7 +55,7 @@ class Plainly:
 
 
 class ByEngine:
-    """`initialize` and its engine."""
+    """The engine that `initialize` returns."""
 
     def __init__(
         self, stage: int, accumulation: int = 1, prepare: Prepare = nothing_first, **sections: Any
@@ -91,7 +89,7 @@ class ByEngine:
 
 
 class ByHand:
-    """`DeepSeekZeRO3` and `ZeroOptimizer`: plain backward, step and zero_grad."""
+    """`DeepSeekZeRO3` and `ZeroOptimizer`, with plain backward, step and zero_grad."""
 
     def __init__(self, stage: int, prepare: Prepare = nothing_first, **zero: Any) -> None:
         self.model = seeded(Gpt)

@@ -1,9 +1,8 @@
-"""A model whose parameters lie in every way along "tp" and "pp", and whose steps are the same on
-every mesh.
+"""A model whose parameters have every kind of split along "tp" and "pp".
 
-Its gradients are given numbers, element by element of the whole parameters, so a mesh decides where
-an element is and nothing else.  Nobody computes along the axes: what is tested is where states are
-and what files hold.
+Its steps are the same on every mesh: its gradients are given, element by element of the whole
+parameters, and the mesh only decides where an element is stored. Ranks compute nothing along the
+axes. Tests check where states are stored and the contents of files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WIDTH, HIDDEN, VOCABULARY, BLOCKS = 8, 10, 11, 4
 
 
 class Held(nn.Module):
-    """Parameters by name.  Its value has the gradients that it is given."""
+    """Parameters by name. The output has the gradients passed to `forward`."""
 
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -37,16 +36,14 @@ class Held(nn.Module):
 
 
 class Absent(nn.Module):
-    """Stands where another stage has a module."""
+    """Replaces a module that belongs to another stage."""
 
     def forward(self, gradients: dict[str, Tensor], prefix: str) -> Tensor:
         return torch.zeros(())
 
 
 class SplitModel(nn.Module):
-    """An embedding, blocks, a norm that is declared before them, and a head that is tied to the
-    embedding.
-    """
+    """An embedding, blocks, a norm declared before them, and a head tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,13 +72,13 @@ class SplitModel(nn.Module):
         total = self.embed(gradients, "embed") + self.norm(gradients, "norm")
         for number, block in enumerate(self.blocks):
             total = total + block(gradients, f"blocks.{number}")
-        if self.uses_head:  # the copy on the last stage gets what ties add up
+        if self.uses_head:  # the copy on the last stage gets the sum over tied parameters
             total = total + self.head(gradients, "head")
         return total
 
 
 def splits_of(model: nn.Module, tp: int, *, pads: bool) -> dict[str, Split]:
-    """How the parameters of a whole model lie over so many ranks along "tp"."""
+    """Return how the parameters of a whole model are split over `tp` ranks."""
     return {
         name: _split_of(name.rpartition(".")[2], tuple(param.shape), tp, pads=pads)
         for name, param in model.named_parameters()
@@ -89,7 +86,7 @@ def splits_of(model: nn.Module, tp: int, *, pads: bool) -> dict[str, Split]:
 
 
 def _split_of(leaf: str, shape: tuple[int, ...], tp: int, *, pads: bool) -> Split:
-    if leaf == "kv":  # 2 heads, of which each of 4 ranks shares one with another
+    if leaf == "kv":  # 2 heads, so that each of 4 ranks shares one with another rank
         edges = [4 * rank // tp for rank in range(tp + 1)]
         rows = [
             (edges[rank], edges[rank + 1]) if tp < 4 else (rank // 2 * 2, rank // 2 * 2 + 2)
@@ -100,7 +97,7 @@ def _split_of(leaf: str, shape: tuple[int, ...], tp: int, *, pads: bool) -> Spli
             if tp > 1
             else Split.whole("equal", shape, tp)
         )
-    # Padded to a multiple: the last range ends behind the table
+    # Padded to a multiple: the last range ends after the end of the table.
     if leaf == "weight" and len(shape) == 2:
         each = -(-shape[0] // tp)
         most = each * tp if pads else shape[0]
@@ -110,7 +107,7 @@ def _split_of(leaf: str, shape: tuple[int, ...], tp: int, *, pads: bool) -> Spli
             0,
             tuple(((rank * each, min(most, rank * each + each)),) for rank in range(tp)),
         )
-    if leaf in ("qkv", "fused"):  # three blocks, cut unevenly: heads of 2
+    if leaf in ("qkv", "fused"):  # three blocks, split unevenly into heads of 2
         dim = 0 if leaf == "qkv" else 1
         heads = [4 // tp + (rank < 4 % tp) for rank in range(tp)]
         ends = [2 * sum(heads[: rank + 1]) for rank in range(tp)]
@@ -132,7 +129,7 @@ def _split_of(leaf: str, shape: tuple[int, ...], tp: int, *, pads: bool) -> Spli
 
 
 def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
-    """What one rank holds; zeros where its range ends behind the whole tensor."""
+    """Return one rank's part, with zeros after the end of the whole tensor."""
     if split.kind != "split":
         return whole.clone()
     found = torch.zeros(split.local_shape(coordinate))
@@ -149,15 +146,16 @@ def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
 
 @dataclass
 class MadePiece:
-    """The piece of the model that one rank has, and the gradients for it."""
+    """One rank's piece of the model, and its gradients."""
 
     model: SplitModel
     splits: dict[str, Split]
     mesh: Mesh
 
     def gradients(self, step: int) -> dict[str, Tensor]:
-        """This rank's, by name: of summands along "tp" the first is the whole gradient, the others
-        are zero.
+        """Return this rank's gradients by name.
+
+        For partial sums along "tp" the first is the whole gradient and the others are zero.
         """
         found, coordinate = {}, self.mesh.coordinates["tp"]
         for name, split in self.splits.items():
@@ -172,9 +170,9 @@ class MadePiece:
 
 
 def piece_of(mesh: Mesh, seed: int = 5, *, pads: bool = True) -> MadePiece:
-    """The piece of the rank that a mesh is seen by; whole values depend on the seed alone.
+    """Return the piece of one rank; whole values depend only on the seed.
 
-    pads: whether the embedding is padded to a multiple of "tp", or cut unevenly.
+    pads: pad the embedding to a multiple of "tp"; otherwise split it unevenly.
     """
     torch.manual_seed(seed)
     model = SplitModel()
@@ -199,7 +197,7 @@ def _take_stage(model: SplitModel, mesh: Mesh) -> None:
         model.norm, model.head = Absent(), Absent()  # type: ignore[assignment]
     if stage == mesh.pp - 1:
         model.uses_head = True
-        # The copy keeps its first name, as a stage that is cut out of a model does
+        # The copy keeps its first name, as in a stage that is extracted from a model.
         if mesh.pp == 2:
             del model.embed.scale
             model.embed.forward = Absent().forward  # type: ignore[method-assign]

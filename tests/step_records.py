@@ -1,4 +1,4 @@
-"""Read the records of a run that `RecordWriter` has written."""
+"""Read the step records that `RecordWriter` wrote."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from deepseek_zero.report.records import JSONL_NAME, StepRecord
 
 
 def read_records(folder: Path) -> list[StepRecord]:
-    """Return the records in the order of the file; a line that is not complete is an error."""
+    """Return the records in file order. An incomplete line is an error."""
     text = (folder / JSONL_NAME).read_text()
     return [StepRecord(**json.loads(line)) for line in text.splitlines()]

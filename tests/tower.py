@@ -1,7 +1,7 @@
-"""A small model with all that files of weights must get right, and how it is built, trained and
-compared.
+"""A small model that covers the cases of weight files, with functions to build, train and compare
+it.
 
-Used by the tests of checkpoints, export, import and DeepSpeed's layout.
+Used by the tests of checkpoints, export, import and DeepSpeed's file layout.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window":
 
 
 class Tower(nn.Module):
-    """Odd sizes, repeated blocks, running statistics, a tied and a frozen parameter, a buffer that
-    is not saved.
+    """A model with odd sizes, repeated blocks, running statistics and special tensors.
+
+    It has a tied parameter, a frozen parameter and a non-persistent buffer.
     """
 
     def __init__(self, width: int = 13) -> None:
@@ -46,7 +47,7 @@ class Tower(nn.Module):
 
 
 def tower(seed: int = 3) -> Tower:
-    """A tower whose values depend on the seed alone."""
+    """Return a tower whose values depend only on the seed."""
     torch.manual_seed(seed)
     return Tower()
 
@@ -64,12 +65,12 @@ def config(stage: int, **top: Any) -> dict[str, Any]:
 
 
 def start(stage: int, seed: int = 3, **top: Any) -> Any:
-    """An engine over a tower."""
+    """Return an engine over a tower."""
     return deepseek_zero.initialize(model=tower(seed), config=config(stage, **top))[0]
 
 
 def train(engine: Any, first: int, last: int) -> None:
-    """Steps [first, last) on this rank's data."""
+    """Train steps [first, last) on this rank's data."""
     for step in range(first, last):
         generator = torch.Generator().manual_seed(100 * step + here())
         loss = engine(torch.randn(4, 7, generator=generator)).float().square().mean()
@@ -78,7 +79,7 @@ def train(engine: Any, first: int, last: int) -> None:
 
 
 def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    """Names that only one side has, and names whose values are not the same bits."""
+    """Return names that only one side has, and names whose values differ in any bit."""
     lonely = sorted(left.keys() ^ right.keys())
     return lonely + [
         name
@@ -89,8 +90,10 @@ def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
-    """Masters where there are any, weights and buffers elsewhere: the most precise state dict there
-    is.  Collective.
+    """Return the most precise full state dict: main weights if there are any, else weights;
+    buffers.
+
+    Collective.
     """
     from deepseek_zero.utils import safe_get_full_fp32_param
 
@@ -103,7 +106,7 @@ def whole(engine: Any) -> dict[str, Tensor]:
 
 
 def moments(engine: Any) -> dict[str, Tensor]:
-    """Both moments by parameter name, whole.  Collective."""
+    """Return both full moments by parameter name. Collective."""
     from deepseek_zero.utils import safe_get_full_optimizer_state
 
     found = {

@@ -1,7 +1,7 @@
-"""The loop that tests of the truth contract share: one engine, a few steps, what a run may vary.
+"""The training loop of the bitwise-equality tests: one engine, a few steps, and the options of a
+run.
 
-Owns the description of a run and its loop.  Models and batches are tests/models.py's; the run
-without sharding is tests/reference.py's.
+Models and batches are in tests/models.py, and the unsharded run is in tests/reference.py.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ ALL = 10**9  # a window that never closes
 
 @dataclass(frozen=True)
 class Run:
-    """What the truth contract is parametrised over. ahead: stage3_prefetch_bucket_size; fused: take
-    torch's default
-    kernels.  tier: where everything rests that the stage lets rest elsewhere.  updates: keys of
-    offload_optimizer.
+    """The options of a run in the bitwise-equality tests.
+
+    Attributes:
+        ahead: stage3_prefetch_bucket_size.
+        fused: Use torch's default kernels.
+        tier: Where everything is offloaded that the stage can offload.
+        updates: Keys of offload_optimizer.
     """
 
     stage: int
@@ -55,7 +58,7 @@ class Run:
     ranks_per_host: int | None = None
 
     def config(self) -> dict[str, Any]:
-        """The run in DeepSpeed's words."""
+        """Return the run as a DeepSpeed configuration."""
         return {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
@@ -81,8 +84,9 @@ class Run:
 
 
 def offload(tier: str, *, states: bool = True, weights: bool = True, **keys: Any) -> dict[str, Any]:
-    """The keys that put states, weights, or both to rest on a tier ("none", "cpu", "nvme").  keys:
-    of offload_optimizer too.
+    """Return keys that offload states, weights or both to a tier ("none", "cpu" or "nvme").
+
+    keys: additional keys of offload_optimizer.
     """
     place = {"device": tier, "nvme_path": tempfile.gettempdir()}
     asked = {"offload_optimizer": states, "offload_param": weights}
@@ -97,8 +101,9 @@ def offload(tier: str, *, states: bool = True, weights: bool = True, **keys: Any
 def a_disk_that_refuses(
     call: str, number: int, monkeypatch: pytest.MonkeyPatch, *, rank: int
 ) -> Iterator[None]:
-    """A block that must end in an error on every rank, since `os.call` of this rank gives errno
-    `number`: StorageError there, on the others a PeerError that quotes it.
+    """Make `os.call` fail with errno `number` on one rank within a block.
+
+    The block must raise StorageError on that rank, and on the others a PeerError that quotes it.
     """
 
     def refuse(*given: object) -> int:
@@ -113,15 +118,16 @@ def a_disk_that_refuses(
 
 
 def start_engine(run: Run, model: nn.Module, make: MakeOptimizer | None = None) -> Any:
-    """The engine of a run over `model`, with the run's optimizer or `make`'s.  Collective in a
-    world of several.
+    """Return the engine of a run over `model`, with the run's optimizer or `make`'s.
+
+    Collective over all ranks.
     """
     optimizer = (make or OPTIMIZERS[run.optimizer])(list(model.parameters()))
     return deepseek_zero.initialize(model=model, optimizer=optimizer, config=run.config())[0]
 
 
 def train_step(engine: Any, run: Run, step: int) -> list[Tensor]:
-    """One optimizer step on this rank's micro-batches; their losses."""
+    """Run one optimizer step on this rank's micro-batches and return their losses."""
     losses = []
     for micro in range(run.accumulation):
         batch = batch_of(step, micro, dist.get_rank())
@@ -133,8 +139,9 @@ def train_step(engine: Any, run: Run, step: int) -> list[Tensor]:
 
 
 def assert_is_sharded(engine: Any) -> None:
-    """Stage 3 with persistence 0: every parameter is at rest and each rank stores padded numel /
-    ranks elements.
+    """Check that stage 3 with persistence 0 shards every parameter.
+
+    Each rank must store `padded_numel / ranks` elements of each group.
     """
     ranks = dist.get_world_size()
     assert all(type(parameter) is ShardedParameter for parameter in engine.module.parameters())

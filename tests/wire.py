@@ -1,4 +1,4 @@
-"""A way between two sockets of one process that breaks, falls silent and garbles."""
+"""A connection between two sockets of one process that can break, stall and garble data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepseek_zero.comm.net.channel import Address
 
 @dataclass
 class Wire:
-    """A way to an address that can be damaged. garble: changes what passes."""
+    """A proxy to an address that can be damaged. garble: changes the data that passes."""
 
     to: Address
     garble: Callable[[bytes], bytes] = bytes
@@ -42,7 +42,7 @@ class Wire:
                 near.close()
                 continue
             self.ends += [near, far]
-            self.connections += 1  # and a reset breaks it from now on
+            self.connections += 1  # `reset` breaks this connection from now on
             if not self.is_open:
                 self.reset()
             for source, target in ((near, far), (far, near)):
@@ -60,8 +60,8 @@ class Wire:
             pass
 
     def reset(self) -> None:
-        """Break every connection as a lost route does: both ends see a reset, and what was under
-        way is gone.
+        """Break every connection like a lost route: both ends get a reset and data in transit is
+        lost.
         """
         for each in list(self.ends):
             with suppress(ValueError):
@@ -75,7 +75,7 @@ class Wire:
         self.is_open = False
         self.silent.clear()
         with suppress(OSError):
-            # A close alone would leave its thread in accept
+            # close() does not wake the thread in accept().
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self.reset()
