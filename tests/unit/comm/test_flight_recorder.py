@@ -50,7 +50,7 @@ def test_ranks_that_raised_because_of_another_are_listed_last(
 
 
 class Silent(Texts):
-    """A store whose kernel reports that the host of rank 4 does not answer."""
+    """A store for which the kernel reports 11 s without an answer from rank 4's host."""
 
     def silences(self) -> dict[int, float]:
         return {2: 0.5, 4: 11.0}

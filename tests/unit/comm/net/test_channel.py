@@ -1,6 +1,4 @@
-"""Who does not prove the job's secret is let in nowhere, costs a closed connection, and is told in
-one line.
-"""
+"""Listeners close connections that do not prove the job's secret, and log them in one line."""
 
 from __future__ import annotations
 
@@ -36,13 +34,13 @@ from deepseek_zero.comm.net.tls import TlsSocket
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HELLO = Hello(Role.DATA, 3, 0)
-PATIENCE = 20.0  # seconds; this process may stand still for a while at any moment
+PATIENCE = 20.0  # in seconds; the test process may be suspended for a while
 Admitted = SimpleQueue[tuple[socket.socket, int]]
 
 
 @pytest.fixture
 def listener(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Listener, Admitted]]:
-    """Rank 0's listener, and the connections that it accepted."""
+    """Yield rank 0's listener and the connections that it accepted."""
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 10 * PATIENCE)
     yield from opened_door()
 
@@ -57,7 +55,7 @@ def opened_door() -> Iterator[tuple[Listener, Admitted]]:
 
 
 def is_closed(connection: socket.socket, seconds: float) -> bool:
-    """Whether the other end closes the connection within so many seconds."""
+    """Return whether the other end closes the connection within `seconds`."""
     connection.settimeout(seconds)
     try:
         while connection.recv(1 << 12):
@@ -85,7 +83,7 @@ def test_a_peer_with_the_secret_is_accepted_and_its_next_message_is_not_lost(
 def test_a_proof_may_begin_with_any_byte(
     listener: tuple[Listener, Admitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A listener tells TLS by its first byte, and once took 1 of 128 proofs for it."""
+    """A listener detects TLS by the first byte; it once mistook 1 of 128 proofs for TLS."""
     prove = channel._proof
     for first in range(256):
         monkeypatch.setattr(
@@ -138,10 +136,10 @@ def test_a_listeners_proof_is_not_accepted_from_a_client() -> None:
     "said",
     [
         b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + b" " * 100,
-        struct.pack("<Q", 1 << 30) * 20,  # a length, to a protocol that has lengths
+        struct.pack("<Q", 1 << 30) * 20,  # a large length for protocols with a length prefix
         channel._HELLO.pack(b"dszero\x00\x02", Role.DATA, 3, 0, bytes(32)),  # another version
         channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 7, bytes(32)),  # for another rank
-        channel._HELLO.pack(channel._MAGIC, 9, 3, 0, bytes(32)),  # for nothing there is
+        channel._HELLO.pack(channel._MAGIC, 9, 3, 0, bytes(32)),  # unknown role
     ],
 )
 def test_invalid_data_are_rejected_immediately(
@@ -159,7 +157,7 @@ def test_a_thousand_half_open_connections_do_not_block_new_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channel, "MOST_PENDING", 64)
-    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 2.5)  # also for the one that proves itself
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 2.5)  # also limits the valid handshake
     silent = [dial(listener[0].address, PATIENCE) for _ in range(1000)]
     began = time.monotonic()
     with dial(listener[0].address, PATIENCE) as connection:
@@ -266,9 +264,9 @@ def test_a_forked_child_does_not_keep_the_listener_open() -> None:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(begins, b"!")  # what a fork calls in the child is behind it
+        os.write(begins, b"!")  # the at-fork handlers of the child have run
         os.close(writer)
-        os.read(reader, 1)  # lives until the parent lets it go
+        os.read(reader, 1)  # blocks until the parent closes the pipe
         os._exit(0)
     os.close(begins)
     try:
@@ -320,9 +318,7 @@ def test_tls_connections_require_the_secret(
 def test_by_tls_a_connection_that_proves_nothing_is_closed(
     tls_door: tuple[Listener, Admitted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within TLS it is another object than the one that was dialed, and nobody but `introduce`
-    could close it.
-    """
+    """With TLS, the encrypted socket replaces the dialed one, and only `introduce` can close it."""
     made: list[socket.socket] = []
     encrypted = channel._encrypted
     monkeypatch.setattr(
@@ -335,12 +331,12 @@ def test_by_tls_a_connection_that_proves_nothing_is_closed(
 
 @pytest.mark.parametrize("end", ["listener", "dialer"])
 def test_a_connection_that_is_reset_before_tls_begins_is_closed(end: str) -> None:
-    """Python's ssl has taken it by then, and raises without closing it (3.11)."""
+    """The ssl module of Python 3.11 owns the socket by then and raises without closing it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         dialed = dial(listener.getsockname(), PATIENCE)
         accepted, _ = listener.accept()
     kept, other = (accepted, dialed) if end == "listener" else (dialed, accepted)
-    # A reset when it is closed
+    # Closing this end then sends a reset.
     other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     other.close()
     descriptor = kept.fileno()
@@ -378,14 +374,13 @@ def test_connections_with_tls_on_one_end_only_fail_with_the_reason_on_both(
 
 
 def test_a_jobs_certificate_has_the_same_bytes_in_every_process_and_package_version() -> None:
-    """Each end accepts these bytes only, and hosts may have different versions of cryptography."""
+    """Each end accepts only these bytes, and hosts may have different versions of cryptography."""
     # RFC 8032, 7.1, TEST 3
     seed = bytes.fromhex("c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7")
     key, certificate = tls._key_and_certificate(seed)
     der = ssl.PEM_cert_to_DER_cert(certificate)
-    assert (
-        bytes.fromhex("fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025") in der
-    )  # the public key
+    # The certificate contains the public key.
+    assert bytes.fromhex("fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025") in der
     assert seed in base64.b64decode("".join(key.splitlines()[1:-1]))
     assert (
         hashlib.sha256(der).hexdigest()
@@ -400,7 +395,7 @@ def test_without_the_package_for_certificates_no_end_opens_and_the_error_names_i
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     monkeypatch.delitem(sys.modules, "cryptography.x509", raising=False)
-    secret = secrets.token_bytes(32)  # its contexts are not cached
+    secret = secrets.token_bytes(32)  # the contexts of a new secret are not cached
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(PATIENCE)
         monkeypatch.setenv(TLS, "1")
@@ -420,7 +415,7 @@ def test_a_jobs_key_is_stored_in_an_unnamed_file_if_supported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def contexts() -> tls.Contexts:
-        return tls.contexts(secrets.token_bytes(32))  # which nobody has made yet
+        return tls.contexts(secrets.token_bytes(32))  # contexts of a new secret are not cached
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nosuch"))
     if hasattr(os, "memfd_create"):

@@ -1,4 +1,4 @@
-"""The key-value store: all ranks read what one rank writes, and no other process can."""
+"""All ranks read every record of the key-value store; processes outside the job have no access."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from deepseek_zero.comm.net.key_value_store import (
 from tests.wire import Wire
 
 SECRET = b"s" * 32
-PATIENCE = 20.0  # seconds; this process may stand still for a while at any moment
+PATIENCE = 20.0  # in seconds; the test process may be suspended for a while
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def listener() -> Iterator[Listener]:
 
 @pytest.fixture
 def far(listener: Listener) -> Iterator[Callable[[int], StoreClient]]:
-    """Makes boards of other ranks."""
+    """Yield a function that creates the store clients of other ranks."""
     made: list[StoreClient] = []
 
     def make(rank: int) -> StoreClient:
@@ -138,18 +138,17 @@ def test_a_broken_connection_is_reopened_and_the_end_of_rank_0_is_detected(
 
 
 @pytest.mark.parametrize("uses_tls", [False, True])
-@pytest.mark.parametrize("passes", [0, 1])  # before the damage: the request, its answer
+# Number of messages before the damaged one, which is the request or the answer.
+@pytest.mark.parametrize("passes", [0, 1])
 def test_a_flipped_byte_closes_a_connection_and_loses_no_record(
     uses_tls: bool, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TLS finds it, and says so by an error that is no ConnectionError; without TLS what comes is
-    no text.
-    """
+    """TLS raises an error that is no ConnectionError; without TLS, the received text is invalid."""
     monkeypatch.setenv(TLS, str(int(uses_tls)))
     listener = Listener("127.0.0.1", SECRET, 0)
     store, wire = KeyValueStore(listener), Wire(listener.address)
     friend = StoreClient(wire.address, SECRET, 1)
-    assert friend.set("a", "b")  # all that joins has passed
+    assert friend.set("a", "b")  # the handshake is complete
     flips = [False] * passes + [True]
     wire.garble = lambda data: (
         data[:-1] + bytes([data[-1] ^ 0x80]) if flips and flips.pop(0) else data
@@ -187,7 +186,7 @@ def test_a_stopped_rank_0_is_not_lost_and_blocks_no_rank(
 def test_a_stopped_rank_0_is_queried_over_the_existing_connection(
     listener: Listener, far: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection for each try would fill the queue of those that its kernel takes for it."""
+    """A new connection for each retry would fill the listen queue of the stopped process."""
     store, friend = KeyValueStore(listener), far(1)
     monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.HURRIED_SECONDS", 0.1)
     monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.ANSWER_SECONDS", 0.1)
@@ -266,7 +265,7 @@ def test_idle_connections_stay_alive_and_an_ended_process_is_detected(listener: 
     friend = StoreClient(listener.address, SECRET, 3, watches=True)
     assert until(lambda: 3 in store.silences())
     time.sleep(2.5)
-    # it only grows where nobody asks
+    # Without requests, the silence would only grow.
     assert until(lambda: store.silences()[3] < 1.5 and friend.silences()[0] < 1.5), (
         "each asks the other every second"
     )
@@ -300,7 +299,7 @@ def test_a_flight_recorder_on_a_silent_host_blocks_no_rank(
     friend = StoreClient(listener.address, SECRET, 1, watches=True)
     monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.silence_of", lambda connection: 4.0)
     monkeypatch.setattr("deepseek_zero.comm.net.key_value_store.POLL_SECONDS", 0.05)
-    # Nothing is answered
+    # The listener answers no request.
     monkeypatch.setattr(listener, "_look_at", lambda descriptor: time.sleep(0.01))
     began = time.monotonic()
     assert not friend.set("a", "b") and friend.get("a") is None
@@ -345,7 +344,7 @@ def test_if_one_rank_lacks_the_package_for_tls_every_rank_raises_and_names_it(
 
     def gather(text: str, *_: object) -> list[str]:
         said.append(text)
-        return [others, said[0], others]  # rank 1 is the first to say something
+        return [others, said[0], others]  # rank 1's record is gathered first
 
     monkeypatch.setattr(module, "all_gather_text", gather)
     error = r"rank 1 cannot connect to the others: .*cryptography[^$]*pip install cryptography"
@@ -366,7 +365,7 @@ def test_rank_0_closes_its_store_if_another_rank_cannot_connect(
     def gather(text: str, *_: object) -> list[str]:
         host, port = json.loads(text)["address"]
         addresses.append((host, port))
-        socket.create_connection((host, port)).close()  # it listens
+        socket.create_connection((host, port)).close()  # the listener accepts connections
         return [text, json.dumps({"mark": "", "error": "no secret"})]
 
     monkeypatch.delenv(TLS, raising=False)

@@ -1,6 +1,4 @@
-"""Our own sockets between two ranks of this process, and a wire between them (tests/wire.py) that
-is damaged.
-"""
+"""Socket links between two ranks of this process, over a relay (tests/wire.py) with faults."""
 
 from __future__ import annotations
 
@@ -37,14 +35,14 @@ from deepseek_zero.comm.transports.tcp import Tcp
 from tests.wire import Wire
 
 SECRET = b"s" * 32
-SMALL, MEDIUM, LARGE = 1000, EAGER_BYTES, 5 * PIECE_BYTES + 12  # bytes
+SMALL, MEDIUM, LARGE = 1000, EAGER_BYTES, 5 * PIECE_BYTES + 12  # in bytes
 MANY = EAGER_BUDGET // EAGER_BYTES * 5 // 4
-PATIENCE = 20.0  # seconds; this process may stand still for a while at any moment
+PATIENCE = 20.0  # in seconds; the test process may be suspended for a while
 
 
 @contextmanager
 def two_ranks() -> Iterator[tuple[Links, Links, Wire]]:
-    """Ranks 0 and 1, connected by a wire."""
+    """Yield the links of ranks 0 and 1 and the relay between them."""
     doors = [Listener("127.0.0.1", SECRET, rank) for rank in (0, 1)]
     wire = Wire(doors[0].address)
     ranks = (
@@ -78,7 +76,7 @@ def random(numel: int) -> Tensor:
 
 
 def until(wait: Wait) -> None:
-    """Wait as collectives do: again after each TimeoutError."""
+    """Call `wait` again after each TimeoutError, like a collective."""
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
@@ -95,7 +93,7 @@ def until_true(found: Callable[[], object], what: str) -> None:
 
 
 def swap(first: Links, second: Links, numel: int, place: int) -> Callable[[], None]:
-    """Begin an exchange of `numel` bytes each way; the result waits and compares."""
+    """Start an exchange of `numel` bytes each way; the returned function waits and compares."""
     sent, found = (
         [random(numel), random(numel)],
         [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)],
@@ -116,7 +114,7 @@ def swap(first: Links, second: Links, numel: int, place: int) -> Callable[[], No
 
 @pytest.fixture(params=["plain", "tls"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whether the connections are encrypted."""
+    """Run the test without and with encrypted connections."""
     monkeypatch.setenv(TLS, str(int(request.param == "tls")))
     return str(request.param)
 
@@ -174,7 +172,7 @@ def test_unread_small_tensors_are_bounded_at_their_receiver(way: str) -> None:
         ]
         until(sends[0])
         with pytest.raises(TimeoutError):
-            sends[-1]()  # held by its sender
+            sends[-1]()  # the sender holds it back
         link = second.links[0]
         assert 0 < sum(map(len, link.early.values())) <= EAGER_BUDGET
         for place in reversed(range(MANY)):
@@ -191,13 +189,14 @@ def test_a_receive_box_created_during_an_arrival_is_filled() -> None:
     with two_ranks() as (_, second, _):
         link, tag, found = second.links[0], tag_of(cid(0)), torch.zeros_like(sent)
         payload = bytes(sent.tolist())
-        with second._lock:  # as its thread does when the header and the payload come apart
+        # Imitate the receive thread when the header and the payload arrive separately.
+        with second._lock:
             link.header[:] = Header(
                 FrameKind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL
             ).pack()
             link.take_header()
-            link.urgent.append(Frame(FrameKind.READY, tag + 1))  # another tensor's
-            link.resumed = False  # nothing leaves meanwhile
+            link.urgent.append(Frame(FrameKind.READY, tag + 1))  # of another tensor
+            link.resumed = False  # stops all sending
             wait = second.start({0: (sent[:0], found)}, cid(0))
             link.into[:], link.crc = payload, zlib.crc32(payload)
             for exchange in link.take_payload():
@@ -209,7 +208,7 @@ def test_a_receive_box_created_during_an_arrival_is_filled() -> None:
 
 
 def test_a_small_tensor_waits_for_no_large_one() -> None:
-    numel = 16 << 20  # more than the kernel and the wire take
+    numel = 16 << 20  # more than the buffers of the kernel and the relay
 
     def slowly(data: bytes) -> bytes:
         time.sleep(0.005)
@@ -241,7 +240,7 @@ def test_unacknowledged_messages_are_sent_first_and_small_ones_before_large_ones
 def test_a_destroyed_engine_leaves_no_memory_and_no_slot() -> None:
     with two_ranks() as (first, second, _):
         for engine in range(1, 4):
-            # It is in that lane, too
+            # The second rank also takes part in this lane.
             second.start({0: (random(0), random(1))}, cid(MANY, engine=engine))
             for place in range(MANY):
                 first.start(
@@ -255,7 +254,8 @@ def test_a_destroyed_engine_leaves_no_memory_and_no_slot() -> None:
             for links in (first, second):
                 links.end_engine(f"engine {engine}")
             assert not (second.links[0].early or first.links[1].boxes or first.links[1].offers)
-            swap(first, second, SMALL, engine * 1000)()  # its receipt says that there is room again
+            # The receipt of this exchange returns the buffer budget to the sender.
+            swap(first, second, SMALL, engine * 1000)()
 
 
 def test_a_connection_that_breaks_repeatedly_resumes_its_transfer(way: str) -> None:
@@ -297,12 +297,12 @@ def test_silence_is_logged_and_the_connection_replaced_after_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
-    # Longer than this process may stand still, which looks like silence
+    # Longer than a suspension of this process, which looks like silence.
     monkeypatch.setattr(module, "TELL_AFTER", 2.5)
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
 
     def lines() -> list[str]:
-        # A busy machine may say more
+        # A busy machine may log other lines.
         return [line for line in caplog.messages if line.startswith("rank")]
 
     def told() -> list[tuple[bool, bool]]:
@@ -326,9 +326,7 @@ def test_silence_is_logged_and_the_connection_replaced_after_it(
 def test_a_stalled_connection_is_replaced_when_the_peer_answers_again(
     has_unanswered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a cut of 7 s left to send again went 10 s after it began: 3 s after the other end was
-    heard.
-    """
+    """Regression test: after a cut of 7 s, lost data was resent 3 s after the peer answered."""
     monkeypatch.setattr(module, "SILENT_SECONDS", 0.6)
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
     monkeypatch.setattr(module, "has_unanswered", lambda connection: has_unanswered)
@@ -341,7 +339,7 @@ def test_a_stalled_connection_is_replaced_when_the_peer_answers_again(
         reach(recovery, seconds)
 
     with two_ranks() as (first, second, wire):
-        link = second.links[0]  # of the rank that dials
+        link = second.links[0]  # the second rank dials
         swap(first, second, SMALL, 0)()
         until_true(lambda: not link.recovering, "it is connected, and knows it")
         monkeypatch.setattr(module._Recovery, "_reach", reach_when_back)
@@ -359,7 +357,7 @@ def test_a_stalled_connection_is_replaced_when_the_peer_answers_again(
 
 
 def test_poll_returns_after_a_large_part_of_a_payload_arrived() -> None:
-    """A slow line would wake the thread for each packet."""
+    """Otherwise, a slow connection would wake the thread for each packet."""
     goes_on, reached = threading.Event(), threading.Event()
 
     def half(data: bytes) -> bytes:
@@ -386,9 +384,7 @@ def test_poll_returns_after_a_large_part_of_a_payload_arrived() -> None:
 
 
 def test_a_receiver_waits_only_for_bytes_that_will_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where reading ends since it is another connection's turn, what is left may be less than what
-    is waited for.
-    """
+    """If reading stops for another connection, fewer bytes than SO_RCVLOWAT may remain."""
     found: list[tuple[int, int]] = []
     read = Links._read
 
@@ -427,7 +423,7 @@ def test_a_rank_that_ends_is_named_in_current_and_later_waits() -> None:
             ConnectionLost, match=r"rank 1 is lost: its process has ended"
         ) as caught:
             until(wait)
-        # a small part of the time after which silence would have told it
+        # Much faster than a detection by silence.
         assert (caught.value.rank, time.monotonic() - began < module.dead_after() / 2) == (1, True)
         with pytest.raises(ConnectionLost):
             first.start({1: (tensor, tensor)}, cid(1))()
@@ -458,7 +454,7 @@ def test_a_host_without_answers_is_lost_after_the_limit(
 
 
 def test_a_rank_that_is_busy_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its threads stand still; its host answers, as the kernel of a stopped process does."""
+    """Its threads are blocked, but its host answers, like the kernel of a stopped process."""
     monkeypatch.setattr(module, "dead_after", lambda: 0.5)
     for name, value in {"SILENT_SECONDS": 0.2, "BEAT_SECONDS": 0.1}.items():
         monkeypatch.setattr(module, name, value)
@@ -510,7 +506,7 @@ def test_a_peer_with_a_false_length_is_disconnected_before_memory_is_allocated()
 def test_a_forked_child_does_not_hide_the_end_of_its_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The end of the connection tells, not silence
+    # The closed connection must be detected, not the silence.
     monkeypatch.setattr(module, "SILENT_SECONDS", 60.0)
     with two_ranks() as (first, second, _):
         reader, writer = os.pipe()

@@ -1,6 +1,4 @@
-"""torch's store over a table: the same answers as torch's own, from far and near, each request done
-once.
-"""
+"""The rendezvous store returns the results of torch's own store and applies each request once."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ SECRET, SOON = b"s" * 32, timedelta(seconds=0.2)
 
 @pytest.fixture
 def stores() -> Iterator[tuple[KeyValueStore, RendezvousStore, RendezvousStore]]:
-    """A table, its own process's store and another one's."""
+    """Yield a key-value store with the rendezvous stores of its own process and of another one."""
     listener = Listener("127.0.0.1", SECRET, 0)
     table = KeyValueStore(listener, Role.STORE)
     far = StoreClient(listener.address, SECRET, 1, role=Role.STORE)
@@ -89,9 +87,7 @@ def test_a_wait_ends_when_the_key_is_set_or_the_timeout_expires(
 def test_a_store_is_polled_with_pauses(
     stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a silent host there is no answer at once: asking without a pause would take a core for
-    as long.
-    """
+    """A silent host does not answer; retries without a pause would occupy a CPU core."""
     _, _, far = stores
     asked: list[str] = []
     monkeypatch.setattr(far._store, "request", lambda operation, key, value: asked.append(key))
@@ -148,7 +144,7 @@ def test_ranks_take_their_own_launchers_store_and_no_other(
     near.set("here", b"yes")
     found = launchers_store()
     assert found is not None and found.get("here") == b"yes"
-    found._store.close()  # the library keeps it until the process ends
+    found._store.close()  # the library keeps it open until the process ends
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert launchers_store() is None, "a launcher that a rank started"
     monkeypatch.delenv(STORE)
@@ -163,7 +159,7 @@ def test_the_store_requires_the_secret_and_is_not_the_flight_recorder(
     address = table._listener.address
     with pytest.raises(Refused):
         StoreClient(address, b"o" * 32, 1, role=Role.STORE)
-    stray = StoreClient(address, SECRET, 1)  # lines of ranks come in nowhere
+    stray = StoreClient(address, SECRET, 1)  # the store rejects records of the flight recorder
     assert not stray.set("raised/1", "nonsense")
     assert table.get("raised/1") is None
     stray.close()

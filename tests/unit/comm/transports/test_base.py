@@ -1,6 +1,4 @@
-"""Which errors of a transport mean that a peer is gone: those of gloo's and NCCL's own networks,
-and no others.
-"""
+"""Only network errors of gloo and NCCL count as lost connections."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""No two collectives under way are alike on gloo's wire, and numbers that may still be in use are
-not used again.
-"""
+"""Collectives in flight have unique gloo tags, and numbers that are still in use are not reused."""
 
 from __future__ import annotations
 
@@ -69,7 +67,8 @@ def test_an_engine_may_be_collected_while_slots_are_counted(
     is_busy = tags._is_busy
 
     def collects(engine: str) -> bool:
-        tags.release(f"engine {next(left)}")  # as the garbage collector does, between any two lines
+        # The garbage collector may do this between any two lines.
+        tags.release(f"engine {next(left)}")
         return is_busy(engine)
 
     for engine in range(3):
