@@ -1,6 +1,6 @@
 """Transformers models with gradient checkpointing use this library's recomputation.
 
-The configuration alone decides whether checkpointed inputs are offloaded.
+The configuration decides whether checkpointed inputs are offloaded.
 """
 
 from __future__ import annotations

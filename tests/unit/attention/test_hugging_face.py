@@ -314,7 +314,7 @@ def test_ranks_along_tp_and_sp_have_their_heads_layouts(
         comm = rank.comm.lay_out(here)
         place = here.coordinates["tp"] * here.sp + here.coordinates["sp"]
         plan = choose(own, here.tp)
-        # `prove` comes first, as in the engine: the copies that it makes have no sparse layout.
+        # Like the engine, call `prove` first, because its copies have no sparse layout.
         prove(own, plan)
         attend_sparsely(own, SparseAttention(layout, here.tp * here.sp, place))
         if here.tp > 1:

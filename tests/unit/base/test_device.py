@@ -197,7 +197,7 @@ def test_fake_tensors_have_shapes_and_no_values() -> None:
     assert product.shape == (2, 5)
     assert type(product) is not torch.Tensor
     view = torch.ones(2, 3)
-    # The pipeline (chain.py) relies on this to tell storages apart.
+    # The pipeline (chain.py) compares storages by identity.
     assert view.t().untyped_storage() is view.untyped_storage()
 
 

@@ -1,4 +1,4 @@
-"""A failed run is recorded with its cause and leaves no process behind."""
+"""A failed run is recorded with its cause and all its processes are ended."""
 
 from __future__ import annotations
 

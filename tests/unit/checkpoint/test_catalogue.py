@@ -1,6 +1,6 @@
 """Checkpoints in a directory are verified, selected for loading and pruned.
 
-The tests damage real checkpoints in many ways.
+The tests damage real checkpoints, for example by truncation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Registered foreign layouts are recognized, checked and opened; the library's own comes first."""
+"""Registered foreign layouts are recognized, checked and opened; the library's own has priority."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""scripts/gpu runs every part in a process with a limit, writes each result at once and continues
-after failures.
+"""scripts/gpu runs each part in a process with a time limit and continues after failures.
 
-The parts here are small programs of the test; CI runs the true ones with tiny models (`make
-gpu-dry-run`).
+Each result is written immediately. The parts in these tests are small programs; CI runs the real
+ones with tiny models (`make gpu-dry-run`).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ PROGRAMS = {
 
 
 class Clock:
-    """The true time, and what the test lets pass."""
+    """Real time plus the seconds by which a test advances the clock."""
 
     passed = 0.0
 
@@ -48,7 +47,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Part, ...]:
     for name, text in PROGRAMS.items():
         (folder / f"part_{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):  # a dry run sets them
+    for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):  # a dry run sets these variables
         monkeypatch.setenv(name, "")
     made = [Part(name, f"a part that is {name}", 60.0, module=f"part_{name}") for name in PROGRAMS]
     return (Part("absent", "a part without its package", 5.0, needs=("no_such_package",)), *made)
@@ -66,7 +65,7 @@ def test_a_part_that_fails_or_hangs_does_not_end_the_others_and_all_results_are_
     def add_and_wait(report: Report, part: str, result: Result) -> None:
         add(report, part, result)
         if result.name == "before":
-            clock.passed += 100.0  # the time of the part is over
+            clock.passed += 100.0  # exceeds the time limit of the part
 
     monkeypatch.setattr(run, "time", clock)
     monkeypatch.setattr(Report, "add", add_and_wait)
