@@ -1,9 +1,8 @@
-"""Where states rest when that is left open: within budgets, as predicted, and without changing a
-bit.
+"""Device "auto" places states within budgets, as predicted, without changing a bit.
 
-The training device of these tests is the CPU, so what an engine takes of "the device" is counted
-(tiers/budget.py), and
-more than is allowed is an error: a run that fits 100 kB really keeps the rest elsewhere.
+The training device is the CPU. Memory that an engine takes for "the device" is therefore counted
+(tiers/budget.py), and exceeding the budget is an error. A run that fits into 100 kB has really
+offloaded the rest.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ DEVICE = ("weight", "grad", "master", "moments", "buffers")
 
 
 def engine_of(run: Run, zero: dict[str, Any], **top: Any) -> Any:
-    """An engine of a run with some keys of its own, in the smallest tiles and messages there
-    are.
+    """Start an engine with the smallest tiles and messages.
+
+    zero, top: Additional keys of zero_optimization and of the configuration.
     """
     config = run.config()
     config["zero_optimization"] |= {"sub_group_size": 4096, **zero}
@@ -53,8 +53,9 @@ AUTO = {
 
 
 def device_bytes(engine: Any) -> int:
-    """What the plan says that states and buffers take of the device, on the rank with most; the
-    placeholders of some bytes are not asked for.
+    """Return the predicted bytes of states and buffers on the device, as the maximum over ranks.
+
+    Placeholders of a few bytes do not count.
     """
     predicted = engine.memory_report().predicted
     placeholders = sum(group.placeholder.nbytes for group in engine.runtime.groups)
@@ -62,7 +63,7 @@ def device_bytes(engine: Any) -> int:
 
 
 def most(nbytes: int) -> int:
-    """The largest of all ranks' numbers."""
+    """Return the maximum over all ranks."""
     found = torch.tensor([nbytes])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return int(found)
@@ -88,7 +89,7 @@ def test_auto_places_states_on_the_device_first_and_changes_no_bit(
     weights, states = ([row[k] for row in kept] for k in (0, 1))
     assert weights == sorted(weights, reverse=True) and states == sorted(
         states, reverse=True
-    )  # the first units' first
+    )  # the first units have priority
     assert any(weights) and not any(state and not weight for weight, state in kept)
     assert engine.runtime.comm_ctx.tiers.budget.most_bytes <= budget
     report = engine.memory_report()

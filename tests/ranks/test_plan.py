@@ -1,8 +1,7 @@
-"""`deepseek_zero.plan` of a model without storage is what real ranks build, hold and send.
+"""`deepseek_zero.plan` on the meta device predicts the structure, memory and bytes of real ranks.
 
-Held is counted as test_memory.py counts: every live storage less those that were there before.
-Sent is counted as
-test_bytes.py counts: by the meter and by a dispatch mode that sees every c10d.send.
+Memory is counted as in test_memory.py: all live storages except those from before. Sent bytes are
+counted as in test_bytes.py: by the meter and by a dispatch mode that sees every c10d.send.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def config_of(run: Run, optimizer: str = "AdamW", **params: Any) -> dict[str, An
 
 
 def planned(config: dict[str, Any], ranks: int) -> Plan:
-    """The plan of this rank, from a model that has no values."""
+    """Return this rank's plan of a model on the meta device."""
     with torch.device("meta"):
         model = Gpt()
     return deepseek_zero.plan(model, config, ranks=ranks, rank=dist.get_rank())

@@ -1,7 +1,6 @@
-"""`deepseek_zero.plan` along tp and pp, of a model without storage, is what real ranks hold and
-send.
+"""`deepseek_zero.plan` with tp and pp on the meta device predicts the memory and bytes of ranks.
 
-Sent is counted by the meter, kind by kind; held by every live storage less those that were there
+The meter counts sent bytes by kind. Memory is the sum of all live storages except those from
 before.
 """
 
@@ -55,7 +54,10 @@ def batch_of(shape: tuple[int, int] = SHAPE) -> dict[str, torch.Tensor]:
 
 
 def planned(config: dict[str, Any], shape: tuple[int, int] = SHAPE, **options: Any) -> Plan:
-    """The plan of this rank, from a model that has no values.  options: of `llama`."""
+    """Return this rank's plan of a model on the meta device.
+
+    options: Arguments of `llama`.
+    """
     with torch.device("meta"):
         model = llama(**options)
     return deepseek_zero.plan(
@@ -68,7 +70,7 @@ def train(engine: Any, shape: tuple[int, int] = SHAPE) -> None:
 
 
 def sent_by(engine: Any) -> dict[str, int]:
-    """What this rank sends in a step, as the plan names it."""
+    """Return the bytes that this rank sends in a step, with the plan's names."""
     meter = engine.runtime.comm.meter
     meter.reset()
     train(engine)
@@ -76,7 +78,7 @@ def sent_by(engine: Any) -> dict[str, int]:
     names = {"tensor": "tp", "sequence": "sp", "boundaries": "send", "ties": "tie", "rows": "rows"}
     found = {name: sent[kind] for name, kind in names.items()}
     states = sum(sent.values()) - sum(found.values())
-    if engine.mesh.pp == 1:  # the mean loss, which `train_batch` tells and the step does not
+    if engine.mesh.pp == 1:  # `train_batch` shares the mean loss; a step does not
         found["rows"] -= 8 * (engine.mesh.world_size - 1)
     return found | {"states": states}
 
@@ -135,11 +137,11 @@ def test_a_plan_equals_the_bytes_that_the_ranks_of_its_axes_hold_and_send(
 
 
 def added_since(before: dict[int, int]) -> int:
-    """Bytes of storages that are alive now and were not then."""
+    """Return the bytes of live storages that were not alive at `before`."""
     return sum(size for address, size in live_storages().items() if before.get(address) != size)
 
 
-LARGE = (4, 64)  # samples and tokens of a micro-batch
+LARGE = (4, 64)  # samples and tokens per micro-batch
 
 
 @pytest.mark.ranks(2)

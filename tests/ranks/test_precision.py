@@ -1,4 +1,4 @@
-"""Loss scaling agreed by all ranks, and precision "auto", which lifts what 16 bits cannot hold."""
+"""Loss scaling agreed by all ranks, and precision "auto", which promotes units that overflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deepseek_zero.kernels.choice import VARIABLE
 
 
 class Block(nn.Module):
-    """Squares `gain` times its input on the way: beyond a gain of 255 or so, fp16 overflows."""
+    """Squares `gain` times its input: fp16 overflows if the gain exceeds about 255."""
 
     def __init__(self, width: int, gain: float) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_a_plain_backward_scales_as_the_engine_does(stage: int, accumulation: in
 
 
 class Pictures(nn.Module):
-    """Seed 002's kind of network, in small: convolutions, batch norms, residuals."""
+    """A small network of seed 002's kind: convolutions, batch norms and residuals."""
 
     class Part(nn.Module):
         def __init__(self) -> None:
@@ -247,7 +247,7 @@ def bf16(value: torch.Tensor) -> torch.Tensor:
     return value.bfloat16().float()
 
 
-# What travels, and how the sum of both ranks' gradients becomes the one that steps.
+# Communication settings, and how they reduce the gradients of two ranks.
 REDUCTIONS: dict[
     str, tuple[dict[str, Any], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
 ] = {

@@ -1,7 +1,7 @@
-"""A signal on one rank: all save behind the same step, end with one code, and the next run goes on
-bit by bit.
+"""After a signal on one rank, all ranks save after the same step and exit with one code.
 
-Also: all ranks agree on the newest good checkpoint.  The launcher's part is in test_launcher.py.
+The next run resumes bit by bit. All ranks agree on the newest valid checkpoint. test_launcher.py
+tests the launcher's part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def build(accumulation: int = 1, **checkpoint: Any) -> Any:
 
 
 def train(engine: Any, first: int, last: int) -> None:
-    """Micro-batches [first, last) of this rank."""
+    """Train this rank on micro-batches [first, last)."""
     for micro in range(first, last):
         dice = torch.Generator().manual_seed(100 * micro + here())
         engine.backward(engine(torch.randn(4, 7, generator=dice)).square().mean())
@@ -67,7 +67,7 @@ def test_a_signal_on_one_rank_saves_on_all_after_the_same_step(
         train(engine, 0, 2 * accumulation)
         if here() == 1:
             signal.raise_signal(signal.SIGTERM)
-        # Nothing happens before the step's end
+        # Nothing happens before the end of the step
         train(engine, 2 * accumulation, 3 * accumulation - 1)
         with pytest.raises(SystemExit) as ended:
             train(engine, 3 * accumulation - 1, 4 * accumulation)

@@ -1,4 +1,4 @@
-"""The main job under the launcher, two ranks, a few steps: what `make train` runs, in small."""
+"""A short run of `make train`: the pre-training job under the launcher with two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool of ranks itself: worlds are real, and a failure, a hang or a death is told by rank."""
+"""The pool of test ranks: real process groups, and failures, hangs or deaths reported by rank."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_failure_on_one_rank_is_reported_with_its_values_without_waiting_for_t
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
-    outcome = _outcome(_rank_1_hangs, timeout=5)  # rank 0 has that long to answer
+    outcome = _outcome(_rank_1_hangs, timeout=5)  # rank 0 has this time to answer
     assert outcome.failed
     assert outcome.answers[0].kind == "ok"
     assert "_rank_1_hangs" in outcome.silent[1]

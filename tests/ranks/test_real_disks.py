@@ -1,8 +1,7 @@
-"""Checkpoints on real file systems that fail: full, read-only, blocks missing underneath.  Only
-root can make them.
+"""Checkpoints on real file systems that are full, read-only or have missing blocks. Needs root.
 
-Every rank is told the same, no bit of the run changes, and the checkpoint before is still the
-newest good one.
+Every rank raises the same error, no bit of the run changes, and the previous checkpoint remains the
+newest valid one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ MIB = 1 << 20
 
 
 def run(*words: str | Path) -> None:
-    """One rank does it for all."""
+    """Run a command on rank 0 while the other ranks wait."""
     if here() == 0:
         subprocess.run([str(word) for word in words], check=True, capture_output=True)
     dist.barrier()
@@ -48,7 +47,7 @@ def mounted(place: Path, *how: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def unchanged(engine: Any) -> Iterator[None]:
-    """Weights, masters, moments and counters are the same bits behind the block.  Collective."""
+    """Check that the block changes no weights, main weights, moments or counters. Collective."""
     before = whole(engine), moments(engine), engine.global_steps
     yield
     assert not differences(whole(engine), before[0]) and not differences(moments(engine), before[1])
@@ -59,13 +58,13 @@ def save_in_vain(engine: Any, place: Path, said: str, *, wait: bool = True) -> N
     with pytest.raises(CheckpointError, match=said):
         engine.save_checkpoint(place, tag="bad", wait=wait)
         engine.finish_saving()
-    dist.barrier()  # rank 0 has tidied up
+    dist.barrier()  # wait until rank 0 has cleaned up
     assert [name for name in names_in(place) if name != "filler"] == ["good", "latest"]
     assert (place / "latest").read_text() == "good"
 
 
 def fill(place: Path, but: int) -> None:
-    """Leave so many bytes."""
+    """Fill the file system except for `but` bytes."""
     if here() == 0:
         (place / "filler").unlink(missing_ok=True)
         free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
@@ -81,7 +80,7 @@ def test_a_full_disk(tmp_path: Path, wait: bool) -> None:
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "none") as place:
         engine.save_checkpoint(place, tag="good")
         train(engine, 1, 2)
-        for but in (0, 3 * 4096):  # not even the first page; something of the files
+        for but in (0, 3 * 4096):  # no space for one page; space for a part of the files
             fill(place, but)
             with unchanged(engine):
                 save_in_vain(
@@ -106,7 +105,7 @@ def test_a_directory_that_is_read_only(tmp_path: Path) -> None:
     train(engine, 0, 1)
     with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "none") as place:
         engine.save_checkpoint(place, tag="good")
-        # Nobody can mount what somebody has open for writing, its lock included
+        # A file system cannot be remounted while a file, such as the lock, is open for writing
         engine.parts.saver.close()
         run("mount", "-o", "remount,ro", place)
         with unchanged(engine):
@@ -117,7 +116,7 @@ def test_a_directory_that_is_read_only(tmp_path: Path) -> None:
 
 
 def forget_pages(file: Path) -> None:
-    """Let the next look at a file be a look at its disk."""
+    """Drop a file from the page cache, so that the next read is from the disk."""
     with file.open("rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -127,8 +126,9 @@ def forget_pages(file: Path) -> None:
     ("lost", "said"), [("rank_*", r"rank_0000[01]\.safetensors"), ("*", r"manifest\.json")]
 )
 def test_missing_blocks_of_a_disk(tmp_path: Path, lost: str, said: str) -> None:
-    """The file behind a loop device is cut to nothing: the device answers EIO for what the kernel
-    does not remember.
+    """Truncate the backing file of a loop device.
+
+    The device then returns EIO for everything that is not in the page cache.
     """
     need(shutil.which("mkfs.ext4") is not None, "mkfs.ext4")
     backing = tmp_path / "backing"

@@ -1,6 +1,4 @@
-"""New memory for a parameter (`.data = `, `set_`, `module.to(dtype)`) is taken over or refused, and
-never dropped.
-"""
+"""New memory of a parameter (`.data = `, `set_`, `module.to(dtype)`) is adopted or is an error."""
 
 from __future__ import annotations
 
@@ -131,7 +129,7 @@ def test_new_memory_for_a_sharded_parameter_is_refused() -> None:
 
 
 class Replaces(nn.Linear):
-    """A layer that assigns to `.data` of its weight in forward."""
+    """A layer whose forward assigns to `.data` of its weight."""
 
     value: Callable[[Tensor], Tensor]
 
@@ -163,7 +161,7 @@ def test_new_values_that_a_forward_assigns_are_refused_and_a_cast_of_the_same_va
         run(lambda weight: weight / 2)
 
 
-# -- a model that zero.Init has built, before there is an engine
+# -- a model built by zero.Init, before an engine exists
 
 
 @pytest.mark.ranks(2)
@@ -204,7 +202,7 @@ def test_modules_initialised_by_one_rank_are_not_initialised_by_others() -> None
         if dist.get_rank() == 0:
             for param in model.parameters():
                 nn.init.constant_(param, 7.0)
-    if dist.get_rank() == 1:  # as transformers does: only rank 0 marks parameters as initialised
+    if dist.get_rank() == 1:  # as in transformers, only rank 0 marks parameters as initialised
         nn.init.normal_(model[0].weight)
         nn.init.zeros_(model[0].weight[3])
         nn.init.trunc_normal_(model[1].weight)

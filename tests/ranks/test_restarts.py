@@ -1,6 +1,4 @@
-"""torchrun restarts its ranks after one was killed, and the losses equal those of an undisturbed
-run.
-"""
+"""torchrun restarts its ranks after a kill, and the losses equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ End = tuple[int, str, float]  # rank, moment, seconds after it
 
 
 def restart(folder: Path, way: str, ends: Sequence[End], steps: int, seconds: float) -> list[int]:
-    """Run the program with these interruptions; return the steps at which its starts went on.
+    """Run the program with these interruptions; return the steps at which its starts resumed.
 
-    Compares every loss of every start, bit for bit, with those of a training without interruptions.
+    Compares every loss of every start bit by bit with a training without interruptions.
     """
     launcher = [
         "-m",
@@ -55,8 +53,9 @@ def test_training_resumes_after_a_restart_under_torchrun(tmp_path: Path) -> None
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("way", ["engine", "torch", "deepspeed"])
 def test_twenty_restarts_at_random_moments_change_no_loss(way: str, tmp_path: Path) -> None:
-    """Ranks are ended while they start (import, rendezvous, groups, building, loading), in steps
-    and in saves.
+    """Ranks are killed at startup, during steps and during saves.
+
+    Startup includes import, rendezvous, process groups, construction and loading.
     """
     chance = random.Random(way)
     ends: list[End] = []

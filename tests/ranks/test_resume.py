@@ -1,6 +1,4 @@
-"""Four steps, a checkpoint, a new engine and four more steps are eight steps, bit for bit, whatever
-the run is.
-"""
+"""Four steps, a checkpoint and four steps in a new engine equal eight steps, bit for bit."""
 
 from __future__ import annotations
 

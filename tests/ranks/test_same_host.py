@@ -1,8 +1,7 @@
-"""Ranks of one host through shared memory: the same bits as over gloo, no edit leaves its process,
-nothing is left.
+"""Ranks of one host communicate over shared memory, with the same bits as over gloo.
 
-Hosts are posed: a process takes another key for its host, so that two ranks are neighbours and two
-are far.
+Edits of one process are invisible to others, and no segments are left. Tests replace a process's
+host key, so that two ranks are on one host and two are on different hosts.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 
 CPU = torch.device("cpu")
-LARGE = 50_000  # elements: more than a message carries
+LARGE = 50_000  # elements: more than fit inline into a message
 
 
 def mapped(numel: int) -> Tensor:
-    """Pages of this process alone, where the system puts them."""
+    """Return private anonymous pages at an address chosen by the system."""
     return torch.frombuffer(
         mmap.mmap(-1, numel * 4, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32
     )
@@ -57,7 +56,7 @@ def mapped(numel: int) -> Tensor:
 
 @contextmanager
 def hosts(key_of: Callable[[int], str]) -> Iterator[None]:
-    """Links made anew, with the ranks on the hosts that key_of says."""
+    """Create new connections, with each rank on the host given by `key_of`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "host_key", lambda: key_of(dist.get_rank()))
         patch.setattr(context.WorldContext, "_current", None)
@@ -65,10 +64,9 @@ def hosts(key_of: Callable[[int], str]) -> Iterator[None]:
 
 
 def trained(run: Run) -> tuple[list[Tensor], dict[str, Tensor], float]:
-    """Losses and weights after three steps, and the bytes counted on the way.
+    """Return losses and weights after three steps, and the bytes sent.
 
-    All but the rows of the start, in which ranks tell each other, among other things, how they
-    travel.
+    Rows from startup, in which ranks exchange their transports among others, do not count.
     """
     engine = start_engine(run, seeded(Gpt))
     del engine.runtime.comm.meter.sent_bytes["rows"]
@@ -238,7 +236,7 @@ def test_reused_pages_are_not_mistaken_for_earlier_ones(
     earlier = [comm.empty(LARGE, torch.float32).fill_(-1.0)]
     address, create = earlier[0].data_ptr(), Segment.create
     assert exchanged(earlier[0]) == -1.0, "and everybody has mapped it"
-    if are_shared:  # the old pages end while new ones are made, as when a collection falls there
+    if are_shared:  # free the old pages while new ones are created, as a garbage collection might
         monkeypatch.setattr(Segment, "create", lambda nbytes: (earlier.clear(), create(nbytes))[1])
         piece = comm.empty(LARGE, torch.float32)
         monkeypatch.undo()
@@ -328,10 +326,10 @@ def test_a_full_queue_does_not_block_forever() -> None:
 def test_a_rank_that_ends_has_sent_all_its_messages() -> None:
     comm, rank, pieces = Comm(CPU), dist.get_rank(), torch.ones(40, INLINE_BYTES // 4)
     if rank == 1:
-        time.sleep(0.3)  # the queue towards this rank is full long before it listens
+        time.sleep(0.3)  # the queue to this rank is full long before it receives
     for number, piece in enumerate(pieces):
         scatter(comm, [piece] * 2, piece, f"piece {number}")
-    # Rank 0 takes part in nothing any more.
+    # Rank 0 joins no further collective
 
 
 @pytest.mark.ranks(2, dies=[1])
@@ -437,7 +435,7 @@ def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(
     assert seconds < 5.0, out
     deadline = time.monotonic() + 20
     while (left := set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
-        time.sleep(0.05)  # other programs of this machine have theirs for a while
+        time.sleep(0.05)  # other programs on this machine may have segments for a short time
     assert not left
     if victim != "launcher":
         assert "rank 1" in out
@@ -445,7 +443,7 @@ def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(
 
 
 def said_by(call: Callable[[], object]) -> str:
-    """What a call logs."""
+    """Return the log output of a call."""
     written = io.StringIO()
     handler = logging.StreamHandler(written)
     logger.addHandler(handler)
@@ -471,7 +469,7 @@ def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
     assert Counter(event.lane for event in seen.collectives) == {
         "gather": 2
         if transport == "fastest"
-        else calls["all_gather"],  # near ranks meet, and then see everything
+        else calls["all_gather"],  # ranks on one host map all shards after the first exchange
         "reduce": calls["reduce_scatter"],
         "rows": calls["rows"],
     }

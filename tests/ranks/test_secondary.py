@@ -1,6 +1,4 @@
-"""`zero_hpz_partition_size` through the engine's door, on real ranks: bits, bytes on the wire,
-memory, checkpoints.
-"""
+"""`zero_hpz_partition_size` in the engine on real ranks: bits, bytes sent, memory, checkpoints."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(
         state: nbytes for state, nbytes in report.measured.items() if nbytes and state != "other"
     }
     psi = sum(group.layout.padded_numel for group in engine.runtime.groups)
-    assert report.measured["secondary"] == psi // 2 * 2  # each half of the bf16 weights
+    assert report.measured["secondary"] == psi // 2 * 2  # half of the bf16 weights per rank
     assert "secondary" not in plain.memory_report().measured
     assert "sharded over 2 of 4 ranks (hpZ)" in str(engine.runtime.plan)
     config = run.config() | {
@@ -107,7 +105,7 @@ def test_a_checkpoint_and_an_evaluation_in_the_middle_change_no_bit(tmp_path: Pa
     assert "secondary" not in (tmp_path / "two" / "manifest.json").read_text()
     train_step(engine, run, 2)
     with torch.no_grad():
-        # Of other weights than those that are loaded next
+        # With other weights than those loaded next
         engine(torch.zeros(1, 3, dtype=torch.long))
     engine.load_checkpoint(tmp_path, tag="two")
     for step in range(2, 4):

@@ -1,5 +1,6 @@
-"""DeepSpeed's DistributedAttention over torch's groups: both layouts, beside attention of one
-process.
+"""DeepSpeed's DistributedAttention on process groups of torch, compared with one process.
+
+Tests both layouts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ TOKENS, HEADS = 8, 4
 
 
 def batch_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention of (batch, tokens, heads, width)."""
+    """Causal attention over tensors of shape (batch, tokens, heads, width)."""
     parts = (each.transpose(1, 2) for each in (query, key, value))
     return scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2)
 

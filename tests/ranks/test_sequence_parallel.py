@@ -1,6 +1,4 @@
-"""Models whose sequences several ranks share, under the engine: losses, gradients and weights of
-one process.
-"""
+"""Sequence parallelism in the engine: losses, gradients and weights of one process."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ STEPS = 3
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ignores", [3, 5])
 def test_every_stage_divides_by_the_ranks_once(stage: int, ignores: int) -> None:
-    """Pitfall: a divisor without sp at some stages. With 5 labels ignored the first rank has no
-    valid token at all.
+    """Pitfall: a divisor without sp at some stages.
+
+    With 5 labels ignored, the first rank has no valid token.
     """
     model = tiny("llama", num_key_value_heads=2)
     own = copy.deepcopy(model)
@@ -61,7 +60,7 @@ def test_ranks_with_different_batches(stage: int) -> None:
 
 @pytest.mark.ranks(2)
 def test_bytes_of_a_step_are_those_of_the_formula() -> None:
-    """(C - 1) / C of query, key, value and output of each attention, and the same in backward."""
+    """Each attention sends (C - 1) / C of query, key, value and output, and again in backward."""
     model = tiny("llama")
     engine = deepseek_zero.initialize(model=model, config=config(3), mesh={"sp": 2})[0]
     text: Any = model.config

@@ -1,5 +1,6 @@
-"""Tiles of a sequence under an engine: unmodified models patched as DeepSpeed's pages patch them,
-and one reduction.
+"""Sequence tiling in the engine, with unmodified models patched as in DeepSpeed's documentation.
+
+Gradients are reduced once.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def tile_the_mlps(model: Any) -> None:
         layer.mlp.forward = tiled
 
 
-TILES, CALLS = 3, list[int]()  # of the loss, and the tokens of each call of its function
+TILES, CALLS = 3, list[int]()  # tiles of the loss, and tokens per call of the loss function
 
 
 def loss_of(module: Any, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -62,9 +63,7 @@ class Tiled(nn.Module):
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_tiled_models_train_as_untiled_ones_and_send_as_much(stage: int, accumulation: int) -> None:
-    """The loss of one rank and micro-batch is the mean of its own tokens, and gradients are the
-    mean of those.
-    """
+    """The loss of a rank is the mean over its tokens; gradients are averaged over the ranks."""
     plain, sent = tiny("llama"), []
     CALLS.clear()
     for tiles in (False, True):
@@ -97,7 +96,7 @@ def test_tiled_models_train_as_untiled_ones_and_send_as_much(stage: int, accumul
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_tiled_loss_outside_of_the_engine(stage: int) -> None:
-    """As ALST's trainers have it: the head is called by itself, and computed again in backward."""
+    """As in ALST's trainers, the head is called separately and recomputed in backward."""
     plain = tiny("llama")
     CALLS.clear()
     own: Any = copy.deepcopy(plain)

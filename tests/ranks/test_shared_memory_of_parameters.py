@@ -1,5 +1,6 @@
-"""Two Parameters over one memory are one Parameter, or an error; parameters that hold complex
-numbers are an error.
+"""Two Parameters on the same memory act as one Parameter or raise an error.
+
+Complex parameters raise an error.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Stack(nn.Module):
 
 
 class Shared(Stack):
-    """The weight of two layers is one memory, in two Parameters."""
+    """Two layers whose weights are two Parameters on the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class Shared(Stack):
 
 
 class Columns(Stack):
-    """Two Parameters that lie in one memory and have no element in common."""
+    """Two Parameters that share a storage but no elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ def square(model: Any, rank: int, step: int, backward: Callable[..., Any]) -> Te
 
 @on_stages_0_to_3
 def test_parameters_over_one_memory_train_as_one(setting: Setting) -> None:
-    """Plain SGD adds both gradients to the one memory, which is what one Parameter gets."""
+    """Plain SGD adds both gradients to the shared memory, as it does for one tied Parameter."""
     for build in (Shared, Columns):
         engine = assert_trains_like_plain(build, square, setting)
         tied = engine.module.first.weight is engine.module.second.weight
@@ -135,7 +136,7 @@ def test_an_optimizer_that_was_given_both_updates_one(setting: Setting) -> None:
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_under_zero_init_too(dtype: torch.dtype | None) -> None:
     class Under(Stack):
-        """As `Shared`, its own class so that it may be built sharded."""
+        """Like `Shared`, but a separate class, so that it can be built sharded."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -231,7 +232,7 @@ class Complex(Stack):
 
 
 class Rotated(Stack):
-    """Complex numbers in a buffer, as rotary embeddings have them."""
+    """Complex numbers in a buffer, as in rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()

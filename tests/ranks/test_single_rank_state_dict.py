@@ -1,6 +1,4 @@
-"""`state_dict()` at stage 3 on one rank only, in the plain API: the caller raises, and then the
-others do.
-"""
+"""Plain API at stage 3: `state_dict()` on one rank raises there, and then on the other ranks."""
 
 from __future__ import annotations
 
@@ -49,5 +47,5 @@ def test_a_state_dict_with_late_ranks_is_whole() -> None:
     engine = build()
     dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(2.5)  # longer than the waiting rank needs to look at what this one does
+        time.sleep(2.5)  # longer than the poll interval of the waiting rank
     assert engine.module.state_dict()["0.weight"].shape == (64, 64)

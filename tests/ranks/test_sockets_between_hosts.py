@@ -1,6 +1,4 @@
-"""Two hosts, our own sockets between them: what listens, who is let in, what a cut costs, how a
-death is told.
-"""
+"""The socket transport between two hosts: listeners, authentication, cut links and deaths."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, Reference
 from tests.training import DTYPES, Run, start_engine, train_step
 
-pytestmark = pytest.mark.slow  # minutes of worlds on hosts of namespaces
+pytestmark = pytest.mark.slow  # starts ranks in network namespaces, which takes minutes
 
 CPU = torch.device("cpu")
 PORTS = range(29600, 29610)
@@ -84,7 +82,7 @@ def secret_in(folder: Path) -> str:
 
 
 def started(pair: tuple[Host, ...], folder: Path) -> list[Process]:
-    """A rank on each host, by the launcher."""
+    """Start one rank per host with the launcher."""
     script = folder / "trains.py"
     script.write_text(textwrap.dedent(TRAINS))
     options = [
@@ -149,8 +147,9 @@ def test_a_run_listens_at_one_address_and_survives_unauthenticated_peers_and_a_c
 def test_the_launchers_store_listens_at_the_named_interface_or_the_reachable_address(
     tmp_path: Path,
 ) -> None:
-    """Never at all addresses: also not where the meeting place is another machine's address, which
-    leads here.
+    """The store never listens on all addresses.
+
+    This includes a master address of another machine that is routed to this host.
     """
     script = tmp_path / "waits.py"
     script.write_text("import time\ntime.sleep(60)\n")
@@ -199,7 +198,7 @@ def test_nothing_is_unpickled_while_two_hosts_meet_and_train(
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("something is unpickled")
 
-    # A class of its own, so made before
+    # Created before unpickling is forbidden
     run = Run(3, "bf16", 1, optimizer="adamw", transport="tcp")
     for name in ("load", "loads", "Unpickler", "_Unpickler"):
         monkeypatch.setattr(pickle, name, forbidden)
@@ -270,10 +269,10 @@ def test_without_connections_every_engine_uses_gloo(
         raise TimeoutError("a firewall drops it")
 
     monkeypatch.setenv(DEAD_AFTER, "2")
-    monkeypatch.setattr(sockets, "CONNECT_SECONDS", 3.0)  # of the rank that waits to be called
+    monkeypatch.setattr(sockets, "CONNECT_SECONDS", 3.0)  # for the rank that listens
     monkeypatch.setattr(sockets._Recovery, "_reach", unreachable)
     run = Run(3, transport="measured")
-    for _ in range(2):  # the second asks nobody again
+    for _ in range(2):  # the second engine does not try to connect again
         engine = start_engine(run, seeded(Gpt))
         (fallback,) = [
             line for line in engine.parts.capabilities.fallbacks if "measured between hosts" in line
@@ -296,7 +295,7 @@ def test_a_rank_that_is_stopped_for_long_is_waited_for(monkeypatch: pytest.Monke
     full = torch.zeros(2 << 20)
     full.chunk(2)[rank].fill_(rank + 1.0)
     began = time.monotonic()
-    comm.barrier("all are here")  # so the other one stops later than that
+    comm.barrier("all are here")  # the other rank stops only after this barrier
     if rank == 1:
         me = os.getpid()
         if os.fork() == 0:

@@ -1,5 +1,6 @@
-"""A master split into bf16 weight and int16 remainder trains, is read, written and saved as a whole
-fp32 one.
+"""Main weights split into bf16 weight and int16 remainder act like fp32 main weights.
+
+They are trained, read, written and saved as full fp32 values.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ STEPS = 4
 
 
 def bits(values: dict[str, Tensor]) -> dict[str, list[int]]:
-    """Values by name, as integers, so that -0 is not 0 and NaN is itself."""
+    """Return the values by name as integers, so that -0 differs from 0 and NaN equals NaN."""
     kinds = {2: torch.int16, 4: torch.int32}
     return {
         name: value.reshape(-1).view(kinds[value.itemsize]).tolist()
@@ -40,7 +41,7 @@ def bits(values: dict[str, Tensor]) -> dict[str, list[int]]:
 
 
 def everything(engine: Any) -> dict[str, dict[str, list[int]]]:
-    """Weights, masters and moments of an engine, whole.  Collective."""
+    """Return the full weights, main weights and moments of an engine. Collective."""
     found: dict[str, dict[str, Tensor]] = {
         "weight": dict(engine.module.state_dict()),
         "master": {},
@@ -71,7 +72,7 @@ def trained(
 def test_every_stage_trains_to_the_same_bits_with_either_kind_of_master(
     ranks: int, accumulation: int
 ) -> None:
-    # What is summed first, micro-batches or ranks, differs between the two
+    # Micro-batches and ranks are summed in a different order by the two pairs of stages
     for stages in ((0, 1), (2, 3)):
         runs = [
             Run(stage, "bf16", accumulation, master=master)
@@ -168,11 +169,11 @@ def test_a_failed_step_does_not_change_the_main_weights(
     assert all(piece.param.isnan().all() for piece in engine.optimizer.shards())
 
 
-# -- read and written from outside
+# -- access from outside
 
 
 def change(engine: Any, how: str) -> None:
-    """One of the ways to give a parameter new values; the same on every rank."""
+    """Give a parameter new values by the API `how`, equal on every rank."""
     name, param = next(
         (name, param) for name, param in engine.module.named_parameters() if param.dim() == 2
     )
@@ -230,11 +231,11 @@ def test_a_mask_on_gathered_weights_produces_no_nan(stage: int) -> None:
     assert all(bool(value.isfinite().all()) for value in engine.module.state_dict().values())
 
 
-# -- saved and loaded
+# -- checkpoints
 
 
 def run_of(stage: int, kind: str) -> Run:
-    """kind: bf16 weights with a "split" or "whole" master, or "fp32" weights."""
+    """Return a run with bf16 weights and a "split" or "whole" main weight, or "fp32" weights."""
     return Run(
         stage, "fp32" if kind == "fp32" else "bf16", master="fp32" if kind == "whole" else "split"
     )
@@ -276,7 +277,7 @@ def test_a_run_resumes_bit_for_bit_with_another_kind_of_main_weight(
         assert everything(resumed) == everything(straight)
 
 
-# -- lifted, given back
+# -- promotion and demotion
 
 
 @pytest.mark.ranks(2)
@@ -312,7 +313,7 @@ def test_a_released_model_has_the_main_weights_values(stage: int) -> None:
 def test_units_are_packed_in_one_buffer_before_they_are_sliced(
     master: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second one for each unit had cost more than all the rest of initialising."""
+    """A second buffer per unit would cost more time than the rest of the initialisation."""
     taken: list[torch.dtype] = []
     empty = Comm.empty
     monkeypatch.setattr(

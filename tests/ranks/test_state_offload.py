@@ -1,6 +1,4 @@
-"""`engine.offload_states` returns the memory of states, and `reload_states` brings their bits
-back.
-"""
+"""`engine.offload_states` frees the memory of states; `reload_states` restores their bits."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def resident() -> int:
 
 
 def bytes_expected(engine: Any, kinds: tuple[str, ...], dtype: torch.dtype) -> int:
-    """By the formula: of this rank's part of 3 layers."""
+    """Return the bytes of this rank's states in a model of 3 layers."""
     numel, ranks, stage = (
         3 * (WIDTH + 1) * WIDTH,
         dist.get_world_size(),
@@ -115,13 +113,13 @@ def test_the_memory_of_states_is_returned_and_their_bits_are_restored(
             if include is None
             else tuple(str(getattr(kind, "value", kind)) for kind in include)
         )
-        # What the heap keeps for the next allocation goes in this first round
+        # This first round fills the heap's cache, which would disturb the measurement
         engine.offload_states()
         engine.reload_states()
         dist.barrier()
         full = resident()
         engine.offload_states(include=include)
-        engine.offload_states(include=include)  # harmless
+        engine.offload_states(include=include)  # has no effect
         dist.barrier()
         low, expected_bytes = resident(), bytes_expected(engine, kinds, dtype)
         assert full - low > 0.98 * expected_bytes, (include, full - low, expected_bytes)
@@ -256,12 +254,12 @@ def test_destroy_drops_states_that_cannot_be_restored(
 
 
 def open_files(folder: Path) -> list[str]:
-    """Return this process's open files in a folder, with those that have no name."""
+    """Return this process's open files in a folder, including unlinked ones."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(link)
-        except OSError:  # closed since it was listed
+        except OSError:  # closed since the listing
             continue
         if target.startswith(str(folder)):
             found.append(target)

@@ -1,4 +1,4 @@
-"""A slow rank of real ranks is named, and what it did; ranks of one host pay nothing for it."""
+"""A straggler is named together with its slow phase; ranks of one host pay nothing for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLEEP_SECONDS, STEPS = 0.01, 31
 
 
 class Sleepy(nn.Module):
-    """A layer whose forward takes longer on one rank.  slow: None for no rank."""
+    """A layer whose forward takes longer on rank `slow`, or on no rank if None."""
 
     def __init__(self, slow: int | None) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Sleepy(nn.Module):
 
 
 def lines_of(slow: int | None, where: str = "computing") -> list[str]:
-    """What rank 0 says of slow ranks in a short run; nothing on the others."""
+    """Return rank 0's log lines about stragglers in a short run; an empty list on other ranks."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},

@@ -1,6 +1,4 @@
-"""Tensor parallelism under the engine: ranks train to the bits of one process that computes as they
-do.
-"""
+"""Tensor parallelism in the engine gives the bits of one process with a virtual axis."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def test_two_ranks_of_one_axis_train_to_the_bits_of_the_virtual_axis(
 ) -> None:
     engine = engine_of(llama(), {"tp": 2}, config_of(stage, dtype, accumulation))
     losses = train(engine, 3, accumulation)
-    # The reference: both ranks see one batch, and the mean of two equal gradients is exact.
+    # Both ranks of the reference have the same batch: the mean of two equal gradients is exact.
     reference = engine_of(
         virtual(llama(), 2), {"dp_replicate": 2}, config_of(stage, dtype, accumulation)
     )
@@ -86,7 +84,7 @@ def test_two_ranks_of_one_axis_train_to_the_bits_of_the_virtual_axis(
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (3, "fp32")])
 def test_sharded_tokens_train_to_the_bits_of_the_virtual_axis(stage: int, dtype: str) -> None:
-    """Gradients of norms are summands over the axis, and are summed once a step."""
+    """Gradients of norms are partial sums along the axis and are reduced once per step."""
     config = config_of(stage, dtype) | {"tensor_parallel": {"sequence": True}}
     engine = engine_of(llama(), {"tp": 2}, config)
     losses = train(engine, 3, 1)
@@ -102,8 +100,9 @@ def test_sharded_tokens_train_to_the_bits_of_the_virtual_axis(stage: int, dtype:
 
 @pytest.mark.ranks(4, timeout=240)
 def test_sharded_tokens_cross_the_stages_of_a_pipeline() -> None:
-    """What travels between stages is the tokens of a rank, in evaluation all: the losses of a run
-    that shards none.
+    """Pipeline messages hold only this rank's tokens, in evaluation all tokens.
+
+    The losses equal those of a run with unsharded tokens.
     """
     losses: dict[bool, list[torch.Tensor]] = {}
     sent: dict[bool, int] = {}
@@ -130,8 +129,8 @@ def test_sharded_tokens_cross_the_stages_of_a_pipeline() -> None:
 
 
 def assert_parts_of(whole: dict[str, torch.Tensor], engine: Any) -> None:
-    """Every rank's state dict has the whole model, to the bit, put together out of the parts that
-    ranks have.
+    """Check that every rank's state dict, gathered from all parts, equals the full model bit by
+    bit.
     """
     found = engine.module.state_dict()
     assert found.keys() == whole.keys()
@@ -144,8 +143,9 @@ def assert_parts_of(whole: dict[str, torch.Tensor], engine: Any) -> None:
 def test_shards_replicas_and_parts_together_train_to_the_bits_of_one_process(
     stage: int, axes: dict[str, int]
 ) -> None:
-    """Four ranks along tp share two kv heads in pairs; the norm, and so the clipping, counts each
-    element once.
+    """Four tp ranks share two kv heads in pairs.
+
+    The norm, and therefore clipping, counts each element once.
     """
     config = config_of(stage, "fp32") | {"gradient_clipping": 0.1}
     engine = engine_of(llama(), axes, config)
@@ -178,9 +178,7 @@ def test_shards_replicas_and_parts_together_train_to_the_bits_of_one_process(
 
 @pytest.mark.ranks(4)
 def test_shared_heads_that_are_unfrozen_still_add_up_the_gradients_of_their_ranks() -> None:
-    """Two ranks along "tp" hold each of the two key and value heads; their gradients are summands
-    of one.
-    """
+    """Two tp ranks hold each of the two kv heads, so their gradients are partial sums."""
 
     def losses_of(engine: Any, model: nn.Module) -> list[torch.Tensor]:
         found = train_at(engine, 0, 1)

@@ -58,10 +58,10 @@ def test_a_checkpoint_resumes_on_another_mesh(
     assert not verify(tmp_path / "first") and not verify(tmp_path / "second")
     folders = [tmp_path / f"{tag} {target.mesh.rank}" for tag in ("first", "second")]
     for tag, folder in zip(("first", "second"), folders, strict=True):
-        convert_to_safetensors(tmp_path / tag, folder)  # masters, whole
+        convert_to_safetensors(tmp_path / tag, folder)  # full main weights
     assert bytes_of(folders[0]) == bytes_of(folders[1])
     assert not differences(dict(source.module.state_dict()), dict(target.module.state_dict()))
-    source.load_checkpoint(tmp_path, tag="second")  # moments have made the way there and back
+    source.load_checkpoint(tmp_path, tag="second")  # the moments were saved and loaded twice
     for engine in (source, again := build(saved, stage)):
         engine.load_checkpoint(tmp_path, tag="first" if engine is again else "second")
         train_at(engine, 2, 1)

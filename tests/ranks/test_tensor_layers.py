@@ -1,6 +1,4 @@
-"""DeepSpeed's split layers, alone and inside a model that an engine trains: what whole layers
-compute.
-"""
+"""DeepSpeed's tensor-parallel layers, separately and in a trained model, equal unsplit layers."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ WIDTH, OUT, PARTS = 6, 13, (6, 4, 3)
 
 
 def gradients(layer: Any, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The output, and the gradients of input and parameters."""
+    """Return the output, and the gradients of input and parameters."""
     read = x.clone().requires_grad_()
     found = layer(read)
     (found * found.detach().cos()).sum().backward()
@@ -96,7 +94,7 @@ def test_parameters_are_whole_inside_the_block_and_sharded_after() -> None:
 
 
 class Net(nn.Module):
-    """Pairs and single layers, with parts of the model that stay whole."""
+    """Paired and single tensor-parallel layers, next to unsplit modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +140,7 @@ def steps(engine: Any) -> list[float]:
 
 
 def unsplit() -> tuple[list[float], dict[str, Tensor]]:
-    """What plain torch computes."""
+    """Return the losses, norms and weights of plain torch."""
     model = Net()
     optimizer, losses = torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.0), []
     for number in range(3):
@@ -161,7 +159,7 @@ def unsplit() -> tuple[list[float], dict[str, Tensor]]:
 def test_a_model_with_single_layers_trains_as_a_whole_one(
     stage: int, way: str, tmp_path: Path
 ) -> None:
-    """Losses, norms over all ranks, whole weights; a checkpoint of it goes on."""
+    """Checks losses, norms over all ranks and full weights, and resumes from a checkpoint."""
     tensor: dict[str, Any] = {"autotp_size": 2}
     if way == "rules":
         tensor["partition_config"] = RULES
@@ -174,7 +172,7 @@ def test_a_model_with_single_layers_trains_as_a_whole_one(
                 LinearLayer(model.layers[1], group),
                 LinearAllreduce(model.layers[2], group),
             )
-            # what stands between the two works on a rank's own part
+            # modules between the two layers run on this rank's shard
         config = CONFIG | {"tensor_parallel": tensor, "zero_optimization": {"stage": stage}}
         if way == "layers":
             config["tensor_parallel"] = tensor | {
@@ -255,7 +253,7 @@ def test_a_program_splits_a_model_by_itself() -> None:
 def test_layers_of_another_group_are_refused() -> None:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     model = Net()
-    model.layers[1] = LinearLayer(model.layers[1], alone)  # whole: nothing is cut
+    model.layers[1] = LinearLayer(model.layers[1], alone)  # one rank: not split
     model.layers[2] = LinearLayer(model.layers[2], dist.group.WORLD)
     with pytest.raises(
         UsageError, match=r"'layers\.2\.weight' is split into 2 parts, but this mesh has tp=1"

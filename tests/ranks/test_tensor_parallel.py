@@ -1,6 +1,4 @@
-"""Tensor parallelism between processes: the bits of the virtual axis, over shared memory and over
-gloo.
-"""
+"""Tensor parallelism over shared memory and gloo gives the bits of the virtual axis."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def six_steps(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The losses of six steps of plain SGD, and the weights after them."""
+    """Run six steps of plain SGD and return their losses."""
     losses = []
     for number in range(6):
         for each in model.parameters():
@@ -68,8 +66,9 @@ def test_six_steps_have_the_bits_of_the_virtual_axis(transport: str, dtype: torc
 def test_dropout_differs_between_heads_and_is_equal_outside(
     name: str, options: dict[str, Any], recompute: bool
 ) -> None:
-    """Pitfall: equal masks on all ranks inside of regions, or different ones outside. Recomputation
-    draws the same.
+    """Pitfall: equal masks on all ranks inside regions, or different ones outside.
+
+    Recomputation must draw the same masks.
     """
     model = tiny(name, **options)
     whole = virtual_step(model, 2)
@@ -89,7 +88,7 @@ def test_dropout_differs_between_heads_and_is_equal_outside(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_ranks_that_were_seeded_differently_train_alike(sequence: bool) -> None:
-    """Programs for data parallelism call torch.manual_seed(seed + rank), also between two steps."""
+    """Data-parallel programs call torch.manual_seed(seed + rank), also between steps."""
     own = tiny("gpt2", attn_pdrop=0.2, resid_pdrop=0.3, embd_pdrop=0.3)
     splits = parallelize(own, Comm(CPU), ParallelSettings(sequence=sequence))
     losses = []
@@ -108,9 +107,7 @@ def test_ranks_that_were_seeded_differently_train_alike(sequence: bool) -> None:
 def masks_of(
     model: torch.nn.Module, probability: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where dropouts of this probability drop from now on: the first one's in the model, and the
-    others'.
-    """
+    """Record the masks of dropouts with this probability: of the first one, and of the others."""
     outside: list[torch.Tensor] = []
     inside: list[torch.Tensor] = []
     found = [
@@ -137,11 +134,12 @@ def masks_of(
 def test_dropout_of_sharded_tokens_differs_between_ranks(
     name: str, options: dict[str, Any]
 ) -> None:
-    """Ranks drop their tokens by numbers of their own; the common stream goes on alike, and so does
-    recomputation.
+    """Each rank draws separate masks for its tokens; the common random stream stays in sync.
+
+    Recomputation draws the same masks.
     """
-    # Without a cache of keys, which transformers turns off where it recomputes: on some processors
-    # its attention has other bits without one, whoever trains it.
+    # Without a key-value cache, which transformers disables for recomputation: on some processors,
+    # attention without a cache has other bits even in plain torch.
     model = tiny(name, use_cache=False, **options)
     gradients = []
     for recomputes in (False, True):
@@ -181,7 +179,7 @@ def test_values_are_the_first_ranks() -> None:
 
 @pytest.mark.ranks(2)
 def test_buffers_are_reused() -> None:
-    """No memory is taken in the steady state, however often one rank is ahead of the other."""
+    """In the steady state no memory is allocated, even if one rank is ahead of the other."""
     group = TensorGroup(Comm(CPU))
     for number in range(200):
         part = group.take((64, 1 + 300 * (number % 3)), torch.float32).fill_(

@@ -1,5 +1,6 @@
-"""States that rest on the host or on a disk: the same bits as without, no memory taken, a name for
-every failure.
+"""States offloaded to host or disk give the same bits; on a disk they use no memory.
+
+Every failure raises an error that names its cause.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ AXES = {
 
 
 def engine_of(stage: int, zero: dict[str, Any], optimizer: str = "adamw", **top: Any) -> Any:
-    """An engine that clips, in tiles as small as they come."""
+    """Start an engine with clipping and the smallest tiles."""
     model = top.pop("model", None) or seeded(Gpt)
-    if optimizer == "groups":  # stretches of two groups take turns inside every unit
+    if optimizer == "groups":  # slices of two groups alternate inside every unit
         plain = [param for param in model.parameters() if param.dim() > 1]
         rest = [param for param in model.parameters() if param.dim() <= 1]
         client = torch.optim.AdamW(
@@ -92,7 +93,7 @@ def engine_of(stage: int, zero: dict[str, Any], optimizer: str = "adamw", **top:
 
 
 def everything(engine: Any, run: Run) -> list[Tensor]:
-    """Losses of a few steps, then weights, masters and moments, whole."""
+    """Return losses of a few steps, then the full weights, main weights and moments."""
     found = [torch.stack(train_step(engine, run, step)) for step in range(STEPS)]
     found += [value.clone() for value in engine.state_dict().values()]
     for param in engine.module.parameters():
@@ -255,11 +256,11 @@ def test_moments_on_a_disk_read_as_nan_without_a_fetch() -> None:
     )
 
 
-# -- updates that wait for the next forward
+# -- updates delayed until the next forward
 
 
 def look(engine: Any, step: int) -> Tensor:
-    """A forward alone."""
+    """Run only a forward."""
     batch = batch_of(step, 0, dist.get_rank())
     loss: Tensor = engine(batch.tokens, batch.targets)
     return loss.detach()
@@ -279,8 +280,6 @@ def look(engine: Any, step: int) -> Tensor:
 def test_a_deferred_update_uses_the_decision_of_its_step(
     tier: str, between: str, tmp_path: Path
 ) -> None:
-    """Whatever happens between a step and the next forward."""
-
     def run(zero: dict[str, Any], folder: Path) -> list[Tensor]:
         engine = engine_of(3, zero | {"stage3_param_persistence_threshold": 0})
         found = []
@@ -330,7 +329,7 @@ def test_the_update_is_deferred_only_if_the_weights_are_not_visible(pipeline: bo
 
 
 class Recomputing(Gpt):
-    """Each block under torch's checkpoint.  reentrant: which of the two."""
+    """Each block is recomputed by torch's checkpoint, with `use_reentrant=reentrant`."""
 
     reentrant = False
 
@@ -345,16 +344,14 @@ class Recomputing(Gpt):
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_unit_is_updated_when_used_for_any_prefetch_distance(ranks: int) -> None:
-    """Else every update would come before the first unit computes, and no state would travel beside
-    a forward.
-    """
+    """Otherwise all updates would run before the first unit, without overlap with forward."""
     far = {
         "stage3_max_live_parameters": ALL,
         "stage3_prefetch_bucket_size": ALL,
         "stage3_param_persistence_threshold": 0,
     }
     engine = engine_of(3, offload("nvme") | far, model=seeded(Gpt, width=96))
-    for step in range(2):  # the first records the order
+    for step in range(2):  # the first step records the order
         train_step(engine, Run(3), step)
     deferred, blocks = engine.optimizer.policy(DeferredUpdate), engine.runtime.units[1:]
     waiting: list[list[bool]] = []
@@ -372,8 +369,10 @@ def test_a_unit_is_updated_when_used_for_any_prefetch_distance(ranks: int) -> No
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_and_backward_of_a_block_share_one_load(ranks: int, reentrant: bool) -> None:
-    """With the smallest window a unit is loaded for forward and for backward; what forward ends
-    with, once, unless a reentrant checkpoint lets its forward look like an evaluation.
+    """With the smallest window a unit is loaded once for forward and once for backward.
+
+    The last unit of forward is loaded once, unless a reentrant checkpoint runs its forward without
+    gradients.
     """
     engine = engine_of(
         3,
@@ -385,7 +384,7 @@ def test_recomputation_and_backward_of_a_block_share_one_load(ranks: int, reentr
     for storage in (group.weight.storage for group in engine.runtime.groups):
         storage.store(0, 0)
         for chunk in storage.chunks:
-            chunk.wait()  # what the update wrote has left
+            chunk.wait()  # wait for the writes of the update
     with engine.timeline() as seen:
         batch = batch_of(1, 0, dist.get_rank())
         engine.backward(engine(batch.tokens, batch.targets))
@@ -396,7 +395,7 @@ def test_recomputation_and_backward_of_a_block_share_one_load(ranks: int, reentr
     assert loads == {"blocks.0": 2, "blocks.1": 2, "blocks.2": 2 if reentrant else 1, "": 1}
 
 
-# -- what it tells
+# -- logs
 
 
 @pytest.mark.ranks(2)
@@ -406,7 +405,7 @@ def test_the_log_of_a_disk_has_every_transfer_with_its_times() -> None:
     disk = engine.runtime.comm_ctx.tiers.memories[Tier.NVME]
     before = disk.traffic.read_bytes
     with engine.timeline() as seen:
-        train_step(engine, Run(3), 1)  # which updates as well what step 0 left
+        train_step(engine, Run(3), 1)  # includes the update deferred from step 0
     assert disk.traffic.events is None
     assert (
         sum(event.nbytes for event in seen.transfers if event.is_read)
@@ -416,7 +415,7 @@ def test_the_log_of_a_disk_has_every_transfer_with_its_times() -> None:
     assert [event.issued for event in seen.transfers] == sorted(
         event.issued for event in seen.transfers
     )
-    ended = [event for event in seen.transfers if event.ended]  # the last writes may be under way
+    ended = [event for event in seen.transfers if event.ended]  # the last writes may be in flight
     assert {event.is_read for event in ended} == {True, False}
     for event in ended:
         assert event.issued <= event.began <= event.ended
@@ -447,7 +446,7 @@ def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gather
     with engine.timeline() as before:
         train_step(engine, Run(3), 0)
         engine.optimizer.finish()
-    # What is still being written is not read again
+    # Data with pending writes would not be read from the disk
     while not all(event.ended for event in before.transfers):
         time.sleep(0.01)
     used = dict[str, float]()

@@ -1,5 +1,6 @@
-"""TiledLinear under an engine: it trains to the bits of the unsharded one, and a tile or two are
-gathered at a time.
+"""TiledLinear in the engine trains to the bits of the unsharded layer.
+
+At most two tiles are gathered at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ STEPS = 3
 
 
 class TiledGpt(Gpt):
-    """Tiles inside repeated blocks and outside of them, cut along either side."""
+    """Tiles inside and outside of repeated blocks, split along both dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,12 +103,15 @@ def test_it_trains_to_the_bits_of_the_unsharded_one(
         assert not different, f"step {step}"
 
 
-# -- order and absence
+# -- order and skipped blocks
 # -------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Something before, between and after tiled layers.  recompute: None, or whether reentrant."""
+    """Modules before, between and after tiled layers.
+
+    recompute: `use_reentrant` of the checkpoint, or None for no checkpoint.
+    """
 
     def __init__(self, width: int = 8, hidden: int = 20, recompute: bool | None = None) -> None:
         super().__init__()
@@ -129,7 +133,10 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """recompute: "" or where (inside the block or around it) and how (reentrant or not)."""
+    """A stack of blocks.
+
+    recompute: "" or the place (inside or around the block) and kind (reentrant or not).
+    """
 
     def __init__(self, recompute: str = "", **sizes: int) -> None:
         super().__init__()
@@ -140,7 +147,7 @@ class Stack(nn.Module):
 
     def forward(self, x: Tensor, skipped: int = -1) -> Tensor:
         if True in (self.around, self.inside) and torch.is_grad_enabled():
-            x = x.requires_grad_()  # what reentrant recomputation needs of its input
+            x = x.requires_grad_()  # reentrant recomputation needs an input that requires grad
         for number, block in enumerate(self.blocks):
             if number != skipped:
                 x = (
@@ -192,9 +199,7 @@ def test_every_gradient_of_a_block_of_tiles_arrives_before_its_reduction(setting
 
 
 class Watched:
-    """The most elements gathered at once, by phase; gathers of each unit; buffers given back that
-    somebody views.
-    """
+    """Peak of gathered elements by phase, gathers by unit, and returned buffers still in use."""
 
     def __init__(self) -> None:
         self.most: dict[str, int] = defaultdict(int)
@@ -242,7 +247,7 @@ def engine_of(
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": None,
-        "transport": "gloo",  # so that gathered weights take room of their own
+        "transport": "gloo",  # gathered weights need separate memory with gloo
         "optimizer": {"type": optimizer, "params": {"lr": 1e-3}},
         "zero_optimization": zero,
     }
@@ -250,7 +255,7 @@ def engine_of(
 
 
 class Mlp(nn.Module):
-    """Nothing but two tiled layers: 8 tiles of 32 x 64 and 8 of 64 x 32."""
+    """Two tiled layers: 8 tiles of 32 x 64 and 8 of 64 x 32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +270,7 @@ def steps_of(engine: Any) -> None:
     for step in range(2):
         x = draw(
             dist.get_rank(), step, 4, 64
-        ).requires_grad_()  # so that frozen tiles are part of backward
+        ).requires_grad_()  # frozen tiles then take part in backward
         engine.backward(engine(x).square().mean())
         engine.step()
 
@@ -289,7 +294,7 @@ def test_so_many_tiles_are_gathered_at_once_in_forward_and_in_backward(
     assert seen.most["forward"] <= at_once * padded
     assert seen.most["backward"] <= at_once * padded
     assert seen.kept == []
-    # Forward and backward of two steps; the last tile stays where weights stream
+    # Forward and backward of two steps; with offload, the last tile stays gathered between them
     if not frozen and at_once == 1:
         stays = set() if tier == "none" else {16}
         found = {unit.number: seen.gathers[unit.name] for unit in engine.runtime.units[1:]}
@@ -323,15 +328,15 @@ def test_the_pool_holds_a_few_tiles_as_predicted(ranks: int) -> None:
     steps_of(engine)
     report = engine.memory_report()
     tile = max(unit.gathered_numel for unit in engine.runtime.units)
-    scratch = 4 * (1 << 20)  # where partial sums are formed, whatever the model
+    scratch = 4 * (1 << 20)  # for partial sums, of a constant size
     assert report.measured["buffers"] == report.predicted["buffers"]
-    # A gathered tile, its gradient, one on its way, and what other ranks send of it; with a bias
-    # and without.
+    # A gathered tile, its gradient, one tile in flight, and the pieces received from other ranks,
+    # with and without a bias.
     assert report.measured["buffers"] - scratch <= 2 * 4 * tile * 4
 
 
 def peak_bytes() -> int:
-    """The most memory this process has had since its mark was set back."""
+    """Return the peak memory of this process since the last reset of its high-water mark."""
     found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
@@ -344,12 +349,12 @@ def test_an_operator_larger_than_the_memory_it_is_trained_in(
     monkeypatch.setenv("DEEPSEEK_ZERO_KERNELS", "torch")  # llvmlite itself takes 60 MB
     with torch.device("meta"):
         model = nn.Sequential(TiledLinear(8192, 8192, bias=False, out_splits=64))
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the high-water mark
     before = peak_bytes()
     engine = engine_of(model, "nvme", optimizer="SGD")
     engine.backward(engine(draw(0, 0, 4, 8192)).square().mean())
     engine.step()
-    engine(draw(0, 1, 4, 8192))  # updates what it comes to
+    engine(draw(0, 1, 4, 8192))  # runs the delayed updates
     weight = 4 * 8192 * 8192
     assert weight == 256 << 20 and peak_bytes() - before < 0.6 * weight
 
@@ -376,7 +381,7 @@ def test_built_sharded_it_has_the_values_of_a_plain_construction(ranks: int, how
 
 
 def of_first(linear: nn.Linear) -> list[Tensor]:
-    """Rank 0's weight and bias."""
+    """Return rank 0's weight and bias."""
     values = [linear.weight.detach().clone(), linear.bias.detach().clone()]
     for value in values:
         dist.broadcast(value, 0)
@@ -395,7 +400,7 @@ def assert_holds(engine: Any, weight: Tensor, bias: Tensor) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_linears_values_are_taken_while_building_sharded_and_by_a_running_engine() -> None:
-    torch.manual_seed(dist.get_rank())  # each rank has other values; rank 0's win
+    torch.manual_seed(dist.get_rank())  # ranks have different values; rank 0's are used
     first, second = nn.Linear(64, 256), nn.Linear(64, 256)
     with deepseek_zero.zero.Init():
         model = Mlp()

@@ -1,5 +1,6 @@
-"""The loss in tiles under an engine: the losses, gradients and weights of an unmodified model,
-along every axis.
+"""Tiled loss in the engine gives the losses, gradients and weights of the unmodified model.
+
+Tests every axis.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TILED = {"activation_checkpointing": {"tiled_loss": 5, "tiled_mlp": 3}}
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("axis", "stage"), [("dp_shard", 0), ("dp_shard", 3), ("sp", 3)])
 def test_it_trains_as_the_whole_loss_does(axis: str, stage: int) -> None:
-    """Ranks ignore different numbers of labels, and qwen2's head is its embedding."""
+    """Ranks ignore different numbers of labels; the head of qwen2 is tied to its embedding."""
     for name in ("llama", "qwen2"):
         model = tiny(name)
         engine = deepseek_zero.initialize(
@@ -66,8 +67,9 @@ def test_along_tp_it_is_the_split_loss(more: dict[str, Any]) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_any_factor_on_the_loss_reaches_every_gradient(stage: int) -> None:
-    """Accumulation, a loss scale, and the program's own; each gradient is sent once, as without
-    tiles.
+    """Factors are the accumulation, a loss scale and a factor in the program.
+
+    Each gradient is sent once, as without tiles.
     """
     sent = []
     for section in ({}, {"activation_checkpointing": {"tiled_loss": 5}}):

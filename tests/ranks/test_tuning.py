@@ -1,6 +1,4 @@
-"""Prefetch and message sizes that change while training goes on: the same on every rank, and no bit
-depends on them.
-"""
+"""Prefetch and message sizes tuned during training are equal on every rank and change no bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""DeepSpeed's recipe for shared sequences, word by word: register, initialize(mpu=), the loader's
-adapter, its loss.
+"""DeepSpeed's recipe for sequence parallelism, unmodified.
+
+It uses register, initialize(mpu=), the data loader adapter and the loss of DeepSpeed's
+documentation.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ pytest.importorskip("transformers")
 
 
 def batches(rank: int, length: int) -> list[dict[str, Tensor]]:
-    """One rank's loader; of the first labels so many are ignored that a rank has no valid token."""
+    """Return the batches of one rank; half of the labels are ignored, so one rank has no valid
+    token.
+    """
     draws = torch.Generator().manual_seed(rank)
     found = []
     for _ in range(2):
@@ -43,7 +47,9 @@ def batches(rank: int, length: int) -> list[dict[str, Tensor]]:
 
 
 def weighed(loss: Tensor, shift_labels: Tensor, group: Any) -> Tensor:
-    """The loss of all ranks' tokens, as DeepSpeed's pages and the Trainer compute it."""
+    """Return the loss over the tokens of all ranks, as in DeepSpeed's documentation and the
+    Trainer.
+    """
     losses = torch.stack(differentiable.all_gather(loss, group=group))
     tokens = torch.stack(differentiable.all_gather((shift_labels != -100).sum(), group=group))
     total: Tensor = (torch.where(tokens > 0, losses, 0.0) * tokens).sum() / tokens.sum().clamp(
@@ -75,7 +81,7 @@ def test_the_recipe_trains_as_one_process(stage: int, length: int) -> None:
         same_step(model, [reference], engine, loss)
     engine.eval()
     model.eval()
-    with torch.no_grad():  # ranks alone, on whole sequences
+    with torch.no_grad():  # each rank runs whole sequences
         assert abs(engine(**whole[0]).loss.item() / model(**whole[0]).loss.item() - 1) < 1e-6
     engine.destroy()
 

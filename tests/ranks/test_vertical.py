@@ -1,8 +1,7 @@
-"""Vertical order: each unit takes the micro-batches of a step in turn, on one load of its weights.
+"""Vertical order: each unit runs all micro-batches of a step on one load of its weights.
 
-It trains to the bits of a model that cuts the same batches without sharding, and close to those of
-whole batches.  The names say offload where weights rest elsewhere, so that whoever runs the tests
-of the tiers runs these too.
+Results have the bits of an unsharded model with the same micro-batches and are close to those of
+whole batches. Tests with offload have "offload" in their names, so that `-k offload` selects them.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ from tests.pairwise import cases
 from tests.reference import OPTIMIZERS, Reference
 from tests.training import ALL, DTYPES, offload
 
-STEPS, SAMPLES = 3, 40  # a quarter of them is an input worth parking
-RATE = 0.2  # of dropout
+STEPS, SAMPLES = 3, 40  # a quarter of the samples is an input large enough to be offloaded
+RATE = 0.2  # dropout rate
 
 
 class Layer(Block):
-    """A block that takes and returns what blocks may: batches in containers, whole tensors,
-    nothing.
-    """
+    """A block whose inputs and outputs are tensors, batches in containers, and None."""
 
     def forward(
         self, x: Tensor, table: Tensor, *, more: dict[str, Any]
@@ -43,7 +40,10 @@ class Layer(Block):
 
 
 class Net(Gpt):
-    """The random numbers of a forward depend on its batch alone.  run: calls a block."""
+    """A model whose random numbers in forward depend only on the batch.
+
+    run: Calls a block.
+    """
 
     run: Callable[..., Any] = staticmethod(lambda block, x, table, more: block(x, table, more=more))
 
@@ -65,7 +65,9 @@ class Net(Gpt):
 
 
 def cut(micro_batches: int) -> Callable[..., Any]:
-    """What vertical order does to a block, in a plain model that keeps everything."""
+    """Return a function that runs a block on micro-batches, as vertical order does, in a plain
+    model.
+    """
 
     def run(block: nn.Module, x: Tensor, table: Tensor, more: dict[str, Any]) -> Any:
         parts = zip(x.chunk(micro_batches), more["scale"].chunk(micro_batches), strict=True)
@@ -82,7 +84,7 @@ def cut(micro_batches: int) -> Callable[..., Any]:
 def engine_of(
     model: nn.Module, vertical: int, tier: str = "none", window: int = 0, **top: Any
 ) -> Any:
-    """Stage 3; nothing but weights rests on the tier unless `top` says more."""
+    """Start an engine at stage 3 that offloads only weights unless `top` has `states`."""
     zero = {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
@@ -215,16 +217,16 @@ def test_under_autocast_and_loss_scaling_it_has_the_bits_of_an_engine_whose_mode
     assert all(map(torch.equal, run(4), run(1)))
 
 
-# -- what moves
+# -- transfers
 
 
 def loads_of(engine: Any, accumulation: int = 1) -> dict[str, int]:
-    """How often each unit's weights are read from the disk between two updates."""
+    """Return how often each unit's weights are read from the disk between two updates."""
     train(engine, 0, accumulation)
     for unit in engine.runtime.units:
         for group in unit.sharded:
             for chunk in group.weight.storage.chunks:
-                chunk.wait()  # what the update wrote has left
+                chunk.wait()  # wait for the writes of the update
     with engine.timeline() as seen:
         for micro in range(accumulation):
             batch = batch_of(1, micro, dist.get_rank(), SAMPLES)
@@ -244,7 +246,7 @@ def loads_of(engine: Any, accumulation: int = 1) -> dict[str, int]:
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_offloaded_weights_are_loaded_as_often_whatever_the_micro_batches(ranks: int) -> None:
-    """Twice a unit; what is in use as forward ends and backward begins, once."""
+    """Each unit is loaded twice, units in use between forward and backward once."""
     once = {"root": 1, "blocks.0": 2, "blocks.1": 2, "blocks.2": 1}
     for vertical in (1, 2, 4):
         assert loads_of(engine_of(seeded(Gpt), vertical, "nvme")) == once
@@ -266,7 +268,7 @@ def test_one_sum_per_step_sends_a_quarter_of_the_bytes_of_four_accumulation_step
     assert sent(4, 1) == sent(1, 1) == {lane: count // 4 for lane, count in sent(1, 4).items()}
 
 
-# -- what runs
+# -- micro-batches
 
 
 @pytest.mark.ranks(1)
@@ -287,7 +289,7 @@ def test_a_unit_gets_micro_batches_in_training_and_the_batch_in_evaluation() -> 
 
 
 class Watched(nn.Module):
-    """A block that says how many bytes of its activations are alive at most."""
+    """A block that records the peak bytes of its live activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +302,7 @@ class Watched(nn.Module):
 
 
 class Alive:
-    """Bytes of watched storages."""
+    """Current and peak bytes of watched storages."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -335,11 +337,14 @@ def test_inside_units_the_activations_of_one_micro_batch_are_alive() -> None:
     assert most(4) == 2 * activation // 4
 
 
-# -- what is refused
+# -- errors
 
 
 class Whole(nn.Module):
-    """Blocks after which, or before which, nothing can be cut.  how: which."""
+    """Blocks whose inputs or outputs cannot be split into micro-batches.
+
+    how: The reason.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Weights out of safetensors straight into slices: the values of the file, and no more of it read
-than is held.
+"""Loading safetensors weights directly into shards gives the values of the file.
+
+A rank reads only what it stores.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ TIED = "again.weight"
 
 
 def write(folder: Path, shards: int = 1, seed: int = 9, **change: Tensor) -> dict[str, Tensor]:
-    """A tower of another seed as a folder of so many files, written by rank 0; its state dict."""
+    """Write the weights of another seed into `shards` files on rank 0; return the state dict."""
     state = dict(tower(seed).state_dict())
     state["norm.running_mean"] = torch.arange(13.0)
     saved = {name: value.clone() for name, value in state.items() if name != TIED} | change
@@ -66,7 +67,7 @@ def test_weights_masters_and_buffers_are_the_files(
     found = whole(engine)
     frozen = [name for name in expected if name.startswith("frozen") and top]
     assert not differences(drop(found, frozen), drop(expected, frozen))
-    for name in frozen:  # no master: rounded to what it computes in
+    for name in frozen:  # no main weight, so it is rounded to the compute dtype
         assert torch.equal(found[name], expected[name].bfloat16()), name
     reference = start(stage, seed=9, **top)
     reference.module.load_state_dict(expected)
@@ -115,7 +116,7 @@ def test_moments_and_counters_stay(tmp_path: Path) -> None:
 def test_states_on_a_disk_take_weights(tmp_path: Path) -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **offload("nvme")}
     engine = start(3, zero_optimization=zero)
-    train(engine, 0, 1)  # its update waits, and must not come after the weights
+    train(engine, 0, 1)  # the pending update must not run after the load
     expected = write(tmp_path)
     engine.load_weights(tmp_path)
     assert not differences(whole(engine), expected)

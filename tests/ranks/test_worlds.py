@@ -1,7 +1,7 @@
-"""How processes become ranks: by any launcher's variables, by a group that the program made, or by
-an error.
+"""Processes become ranks by the variables of any launcher or by an existing process group.
 
-Each test starts processes of its own, because who they are is what is tested.
+Otherwise an error is raised. Each test starts new processes, because their environment is what is
+tested.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.cli.run import SHORT_ERRORS
 from tests.hosts import NETWORK, free_port, hosts
 
-pytestmark = pytest.mark.slow  # minutes of worlds on hosts of namespaces
+pytestmark = pytest.mark.slow  # starts ranks in network namespaces, which takes minutes
 
 LAUNCH_WORDS = (
     "RANK",
@@ -45,7 +45,7 @@ def environment(**more: str) -> dict[str, str]:
 def outputs(
     script: Path, environs: list[Mapping[str, str]], codes: Sequence[int] = (0, 0)
 ) -> list[str]:
-    """What each process of a script says; all are started at once and end with these codes."""
+    """Start a script once per environment, check the exit codes and return the outputs."""
     started = [
         subprocess.Popen(
             [sys.executable, str(script)],
@@ -123,7 +123,7 @@ print("world", train().world_size,
 def test_srun_makes_one_world_in_both_apis(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(BOTH_DOORS)
-    job = str(free_port() - 20000)  # Slurm's port is 20000 and the job's number
+    job = str(free_port() - 20000)  # Slurm's port is 20000 plus the job id
     said = outputs(
         script,
         [
@@ -141,14 +141,14 @@ def srun_of_two_hosts(rank: int) -> dict[str, str]:
 
 
 def mpirun_of_two_hosts(rank: int) -> dict[str, str]:
-    """mpirun runs on the first host and tells its daemons where."""
+    """Return Open MPI's variables; mpirun runs on the first host and passes its address."""
     counts = {"RANK": str(rank), "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
     listens = {"OMPI_MCA_orte_hnp_uri": f"2842361856.0;tcp://{FIRST_HOST}:41157"}
     return {f"OMPI_COMM_WORLD_{name}": value for name, value in counts.items()} | listens
 
 
 def pod(rank: int) -> dict[str, str]:
-    """PyTorchJob counts no host's processes."""
+    """Return PyTorchJob's variables, which have no number of processes per host."""
     return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29511"}
 
 
@@ -201,8 +201,9 @@ OWN_GROUP = "import torch.distributed as dist\ndist.init_process_group('gloo')\n
 def test_hosts_whose_names_resolve_to_loopback_use_the_first_hosts_name(
     start: Callable[[int], tuple[list[str], dict[str, str]]], before: str, tmp_path: Path
 ) -> None:
-    """Debian's /etc/hosts has a line 127.0.1.1 with the host's own name; these hosts have no way to
-    other networks.
+    """Debian's /etc/hosts maps the host's name to 127.0.1.1.
+
+    These hosts have no route to other networks.
     """
     script = tmp_path / "train.py"
     script.write_text(
@@ -317,8 +318,9 @@ for _ in range(3):
 
 @pytest.mark.parametrize("log_level", ["WARNING", "ERROR"])
 def test_long_tracebacks_do_not_hide_the_death_of_rank_0(tmp_path: Path, log_level: str) -> None:
-    """Under `deepseek-zero run` torch logs errors only; elsewhere it shows one page for the board
-    that is gone.
+    """`deepseek-zero run` limits torch to error logs.
+
+    Otherwise torch may log one page for the lost store.
     """
     assert SHORT_ERRORS["TORCH_CPP_LOG_LEVEL"] == "ERROR"
     script = tmp_path / "die.py"
@@ -331,8 +333,7 @@ def test_long_tracebacks_do_not_hide_the_death_of_rank_0(tmp_path: Path, log_lev
     }
     killed, told = outputs(script, [said | {"RANK": str(rank)} for rank in range(2)], codes=[-9, 1])
     assert told.count("frame #0") <= (1 if log_level == "WARNING" else 0), told
-    # The board that is gone tells of it, or the memory that both ranks map: whichever rank 1 looks
-    # at first.
+    # Rank 1 detects the end of the store or of the shared memory, whichever it polls first.
     assert re.search(
         r"PeerError: rank 0, .*has ended while"
         r"|PeerError: .* to rank 0 .* process of rank 0 has ended",
@@ -367,9 +368,7 @@ if __name__ == "__main__":
 
 
 def test_ranks_of_mp_spawn_have_their_rank_and_world_size(tmp_path: Path) -> None:
-    """One rank tells, and writes records, plan and monitor files, though no launcher has set a
-    variable.
-    """
+    """One rank logs and writes records, plan and monitor files, without variables of a launcher."""
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
     done = subprocess.run(

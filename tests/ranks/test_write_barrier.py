@@ -1,6 +1,4 @@
-"""Whatever changes a state while a checkpoint is written behind the training, its file has the
-first state.
-"""
+"""If a state changes during an asynchronous save, the checkpoint has the state from before."""
 
 from __future__ import annotations
 
@@ -25,8 +23,9 @@ from tests.training import offload
 
 @contextmanager
 def not_yet(seconds: float = 0.4) -> Iterator[None]:
-    """A disk that takes nothing while the block runs, or for so long: by then the block waits for
-    the writer.
+    """Delay writes until the block ends, at most for `seconds`.
+
+    After that time, the block is waiting for the writer.
     """
     write, may_go = files.write, threading.Event()
 
@@ -43,7 +42,7 @@ def not_yet(seconds: float = 0.4) -> Iterator[None]:
 
 
 def sums(folder: Path) -> dict[tuple[str, str, str, int], int | None]:
-    """CRC-32 of every chunk of every state: equal where all bits are."""
+    """Return the CRC-32 of every chunk of every state."""
     chunks = Manifest.read(folder / MANIFEST).chunks
     return {(e.kind, e.name, e.key, e.start): e.crc for e in chunks if e.kind not in (RNG, VALUE)}
 
@@ -133,7 +132,7 @@ def test_no_change_of_a_state_reaches_a_checkpoint_that_was_begun_before_it(
     train(engine, 0, 1)
     engine.save_checkpoint(tmp_path, tag="first")
     engine.export(tmp_path / "weights", dtype="fp32")
-    # 8-bit moments round what is loaded; a state that was loaded is what it will be next time, too.
+    # Loads round 8-bit moments, but a state that was loaded stays the same at the next load
     engine.early_state = engine.optimizer.state_dict()
     engine.early_state = {**engine.early_state, "inner": copied(engine.early_state["inner"])}
     train(engine, 1, 3)
@@ -183,13 +182,13 @@ def test_loaded_weights_are_not_overwritten_by_pending_updates(tmp_path: Path, k
     engine.export(tmp_path / "weights", dtype="fp32")
     told = {name: value.clone() for name, value in engine.module.state_dict().items()}
     for load in (engine.load_weights, lambda path: zero.load_weights(engine.module, path)):
-        train(engine, 0, 3)  # the last update waits
+        train(engine, 0, 3)  # the last update is pending
         if kind == "early":
-            # And another one has come ahead
+            # And the next update has already started
             engine.backward(engine(torch.ones(4, 7)).float().square().mean())
         load(tmp_path / "weights")
         if kind == "delayed":
-            train(engine, 3, 4)  # its own update comes a step later, and none is owed any more
+            train(engine, 3, 4)  # its update is delayed too; no older one is pending
         found = engine.module.state_dict()
         assert not [
             name
