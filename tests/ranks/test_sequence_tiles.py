@@ -63,7 +63,7 @@ class Tiled(nn.Module):
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_tiled_models_train_as_untiled_ones_and_send_as_much(stage: int, accumulation: int) -> None:
-    """The loss of a rank is the mean over its tokens; gradients are averaged over the ranks."""
+    """Losses are means over a rank's tokens; gradients are means over micro-batches and ranks."""
     plain, sent = tiny("llama"), []
     CALLS.clear()
     for tiles in (False, True):
