@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isfinite
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -287,6 +287,23 @@ class Blocks:
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block}"
+
+
+class LeftOut(Protocol):
+    """Interface of the error-feedback buffer of one rank."""
+
+    def encode(
+        self, wire: Codec, values: Tensor, message: Tensor, place: int, scratch: Tensor
+    ) -> None:
+        """Add the stored errors to values, encode the sums, and store the new errors.
+
+        Args:
+            wire: The codec of the message.
+            values: Flat tensor of the values to send.
+            message: Output, which `wire` encodes.
+            place: The index of the first value in the error-feedback buffer.
+            scratch: Flat fp32 scratch.
+        """
 
 
 def codec_scratch(codec: Blocks, numel: int, device: torch.device) -> Tensor:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..planner.layout import FlatLayout, Slot
 from ..planner.spec import R, S, Spec
-from ..precision.codecs import Codec
-from ..precision.feedback import Errors
+from ..precision.codecs import Codec, LeftOut
 from ..tiers.tier import Storage, Tier
 from .comm_context import CommContext
 
@@ -130,7 +129,7 @@ class FlatBuffer:
         self.storage = Storage(memory) if storage is None else storage
         self.guard = StateGuard() if guard is None else guard
         self.coded_as = coded_as
-        self.errors: Errors | None = None
+        self.errors: LeftOut | None = None
         self.on_sum: Callable[[Tensor], object] | None = None
 
     def load(self) -> Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor
 from ..comm.collectives import ordered_sum
 from ..planner.layout import BLOCK
 from ..planner.messages import hop_wires
-from ..precision.codecs import Blocks, Cast, Codec
-from ..precision.feedback import Errors
+from ..precision.codecs import Blocks, Cast, Codec, LeftOut
 from .message import Message, Pool
 
 
@@ -26,7 +25,7 @@ class CodedMessage(Message):
             elements; None without error feedback.
     """
 
-    errors: Errors | None = None
+    errors: LeftOut | None = None
 
     @classmethod
     def of(cls, values: Tensor, wire: Codec, pool: Pool) -> CodedMessage:
@@ -121,7 +120,7 @@ def summand_messages(
     wire: Codec,
     near: int,
     wire_inside: Codec | None,
-    errors: Errors | None,
+    errors: LeftOut | None,
     pool: Pool,
 ) -> tuple[CodedMessage, CodedMessage]:
     """Create the messages in which gradients are sent and in which their sums arrive.

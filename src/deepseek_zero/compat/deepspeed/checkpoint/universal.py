@@ -8,7 +8,6 @@ they load it at another size still work. DeepSpeed itself cannot load the copy a
 from __future__ import annotations
 
 import argparse
-import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -55,6 +54,7 @@ def main(args: Any = None) -> None:
     with staged_output(out) as draft:
         for path in sorted(source.iterdir()):
             with open(path, "rb") as given_file, files.new_file(draft.path / path.name) as written:
-                shutil.copyfileobj(given_file, written, _AT_ONCE)
+                while part := given_file.read(_AT_ONCE):
+                    written.write(part)
         draft.publish_folder()
     files.replace_text(out.parent / LATEST_UNIVERSAL, out.name)
