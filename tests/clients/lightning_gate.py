@@ -1,5 +1,6 @@
-"""Lightning lets DeepSpeed run on CUDA alone, though nothing else in it asks for that.  This lifts
-the gate on CPUs.
+"""Allow Lightning's DeepSpeed strategy on CPUs.
+
+Lightning limits it to CUDA, although nothing else in it requires CUDA.
 """
 
 from __future__ import annotations
@@ -14,4 +15,4 @@ def lift() -> None:
     for room, accelerator in (("fabric", FabricCPU), ("pytorch", CPUAccelerator)):
         module = f"lightning.{room}.strategies.deepspeed"
         mock.patch(f"{module}.CUDAAccelerator", accelerator).start()
-        mock.patch(f"{module}._validate_device_index_selection").start()  # a CPU has no number
+        mock.patch(f"{module}._validate_device_index_selection").start()  # a CPU has no index

@@ -1,5 +1,6 @@
-"""An accelerate loop with DeepSpeed at a stage, as its documentation writes it: STAGE FOLDER.  Rank
-0 prints JSON.
+"""An accelerate loop with DeepSpeed at a stage, as in accelerate's documentation.
+
+Arguments: STAGE FOLDER. Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ROWS, BATCH, ACCUMULATION, CLIP = 32, 4, 2, 0.5
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
-    """The model, its optimizer and the data; the same everywhere."""
+    """Return the model, its optimizer and the data, which are the same everywhere."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     x = torch.randn(ROWS, 8)
@@ -40,7 +41,7 @@ def main(stage: int, folder: str) -> None:
         gradient_accumulation_steps=ACCUMULATION,
         kwargs_handlers=[
             InitProcessGroupKwargs(backend="gloo")
-        ],  # accelerate takes CPU ranks for one process else
+        ],  # otherwise accelerate treats CPU ranks as one process
     )
     model, optimizer, data = parts()
     loader = DataLoader(data, batch_size=BATCH // accelerator.num_processes)

@@ -1,4 +1,4 @@
-"""An accelerate program that forgot to say how CPU ranks talk."""
+"""An accelerate program that does not configure a backend for CPU ranks."""
 
 from __future__ import annotations
 

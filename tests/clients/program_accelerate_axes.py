@@ -1,5 +1,6 @@
-"""An accelerate loop on a tiny Llama over ranks along an axis: AXIS (none, tp or sp) STAGE.  Rank 0
-prints JSON.
+"""An accelerate loop on a tiny Llama with ranks along an axis.
+
+Arguments: AXIS (none, tp or sp) STAGE. Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ ROWS, BATCH = 16, 4
 
 
 def accelerator_of(axis: str, stage: int) -> Accelerator:
-    """With DeepSpeed and all ranks along the axis; "none": accelerate alone."""
+    """Return an Accelerator with DeepSpeed and all ranks along the axis.
+
+    The axis "none" uses accelerate without DeepSpeed.
+    """
     if axis == "none":
         return Accelerator(cpu=True)
     ranks = int(os.environ["WORLD_SIZE"])
@@ -46,8 +50,10 @@ def accelerator_of(axis: str, stage: int) -> Accelerator:
 
 
 def loss_of(model: Any, batch: dict[str, torch.Tensor], axis: str) -> torch.Tensor:
-    """The model's loss; over shared sequences accelerate's documentation weighs it by the tokens
-    that count.
+    """Return the model's loss.
+
+    For shared sequences the ranks' losses are weighted by their numbers of valid tokens, as in
+    accelerate's documentation.
     """
     output = model(**batch, use_cache=False)
     if axis != "sp":

@@ -1,8 +1,8 @@
-"""Lightning's Trainer or Fabric on a small model: KIND (fit, resume, convert, fabric) STAGE (-1:
-plain) FOLDER.
+"""Run Lightning's Trainer or Fabric on a small model.
 
-resume: go on from the checkpoint of the first epoch.  convert: make one file of the last one, on
-one process. Rank 0 prints JSON.
+Arguments: KIND (fit, resume, convert, fabric) STAGE (-1: plain) FOLDER. KIND resume continues from
+the checkpoint of the first epoch. KIND convert writes the last checkpoint as one file, in one
+process. Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def network() -> nn.Module:
 
 
 def loader() -> DataLoader[Any]:
-    """This rank's rows, so that a batch of all ranks is the same rows in every world."""
+    """Return this rank's rows, so that the global batch is the same for every world size."""
     torch.manual_seed(1)
     x = torch.randn(ROWS, 8)
     data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -42,9 +42,7 @@ def loader() -> DataLoader[Any]:
 
 
 class Regression(lightning.LightningModule):
-    """A regression that remembers the mean loss over the ranks of every micro-batch and of every
-    validation.
-    """
+    """A regression that records the mean loss over ranks of every micro-batch and validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,12 +112,12 @@ def fit(stage: int, folder: Path, resume: bool) -> dict[str, Any]:
         "steps": trainer.global_step,
         "world": trainer.world_size,
     }
-    trainer.validate(model, loader(), verbose=False)  # a new engine around the same model
+    trainer.validate(model, loader(), verbose=False)  # creates a new engine for the same model
     return told | {"after": model.validated[-1], "kinds": kinds(model)}
 
 
 def convert(folder: Path) -> dict[str, Any]:
-    """The last checkpoint as Lightning's own file, loaded by Lightning."""
+    """Convert the last checkpoint to Lightning's file format and load it with Lightning."""
     file = folder / "whole.ckpt"
     convert_zero_checkpoint_to_fp32_state_dict(folder / "run" / "epoch=1.ckpt", file)
     model = Regression()

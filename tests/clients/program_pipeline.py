@@ -1,7 +1,8 @@
-"""An accelerate loop over pipeline stages: STAGES WAY.  Rank 0 prints JSON.
+"""An accelerate loop over pipeline stages.
 
-shared: the loader is left as it is, so all ranks have its rows.  prepared:
-accelerate gives each rank rows of its own, which is refused.
+Arguments: STAGES WAY. With WAY shared, the data loader is not prepared, so all ranks have its rows.
+With WAY prepared, accelerate gives each rank different rows, which the library refuses. Rank 0
+prints JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main(stages: int, way: str) -> None:
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
         kwargs_handlers=[
             InitProcessGroupKwargs(backend="gloo")
-        ],  # accelerate takes CPU ranks for one process else
+        ],  # otherwise accelerate treats CPU ranks as one process
     )
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY))

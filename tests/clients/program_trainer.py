@@ -1,12 +1,12 @@
-"""transformers' Trainer on a tiny Llama, unmodified: STAGE (-1: without DeepSpeed) FOLDER [WORD
-...].
+"""Run an unmodified transformers Trainer on a tiny Llama.
 
-pretrained: FOLDER/base is the model.  peft: with LoRA's weights.  mixed: a base in bf16 under
-adapters in fp32.  bf16:
-computing in it.  reentrant, direct: activation checkpointing, and which kind.  untrained: evaluate
-alone.  tp: all ranks along tp (DeepSpeed's AutoTP).  sp: all ranks share sequences (DeepSpeed's
-Ulysses).  pp: all ranks are stages of one pipeline.  metrics: a figure of the logits, in each
-evaluation.  resume: go on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
+Arguments: STAGE (-1: without DeepSpeed) FOLDER [WORD ...]. Rank 0 prints JSON. The words are:
+
+pretrained: load the model from FOLDER/base. peft: train LoRA weights. mixed: a bf16 base model with
+fp32 adapters. bf16: compute in bf16. reentrant, direct: the kind of activation checkpointing.
+untrained: only evaluate. tp: all ranks along tp (DeepSpeed's AutoTP). sp: all ranks share sequences
+(DeepSpeed's Ulysses). pp: all ranks are stages of one pipeline. metrics: compute a metric of the
+logits in each evaluation. resume: continue from FOLDER/run/checkpoint-2.
 """
 
 from __future__ import annotations
@@ -122,19 +122,19 @@ def model_for(folder: Path, words: list[str]) -> Any:
         model = get_peft_model(
             model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         )
-        # For the reentrant kind, whose inputs must want a gradient
+        # Reentrant checkpointing requires inputs with a gradient.
         model.enable_input_require_grads()
     return model
 
 
 def mean_logit(found: Any) -> dict[str, float]:
-    """A figure that needs the logits of every row, in order."""
+    """Return a metric that depends on the logits of every row and on their order."""
     rows = torch.as_tensor(found.predictions).double().mean((1, 2))
     return {"mean_logit": float((rows * torch.arange(1, len(rows) + 1)).sum())}
 
 
 def main(stage: int, folder: Path, words: list[str]) -> None:
-    # first: from_pretrained asks it whether to build under zero.Init
+    # First, because from_pretrained reads it to decide whether to build under zero.Init.
     settings = arguments(stage, folder, words)
     model = model_for(folder, words)
     metrics = mean_logit if "metrics" in words else None
@@ -147,7 +147,7 @@ def main(stage: int, folder: Path, words: list[str]) -> None:
             if "resume" in words
             else None
         )
-    trainer.evaluate()  # of the best model, which training has loaded at its end
+    trainer.evaluate()  # evaluates the best model, which the end of training has loaded
     trainer.save_model(str(folder / "final"))
     history = trainer.state.log_history
     told: dict[str, Any] = {

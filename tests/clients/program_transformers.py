@@ -1,7 +1,7 @@
-"""transformers without its Trainer: a pretrained model under zero.Init, other embeddings,
-generation: FOLDER.
+"""Use transformers without its Trainer: a model under zero.Init, resized embeddings, generation.
 
-FOLDER/base holds the model.  Without `deepspeed` the same on one process.  Rank 0 prints JSON.
+Argument: FOLDER, with the model in FOLDER/base. Without `deepspeed` the program runs in one
+process. Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def values(model: Any) -> dict[str, list[float]]:
 
 
 def generated(model: Any, ranks: int) -> list[list[int]]:
-    """Greedy generation: each rank has prompts of its own, which end at different times."""
+    """Generate greedily. Each rank has different prompts, which end at different times."""
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     found = []
     for prompt in PROMPTS[rank::ranks]:
@@ -56,7 +56,8 @@ def main(folder: Path) -> None:
         import deepspeed
 
         deepspeed.init_distributed()
-        settings = HfDeepSpeedConfig(CONFIG)  # from_pretrained asks it as long as it lives
+        # from_pretrained uses this object as long as it exists
+        settings = HfDeepSpeedConfig(CONFIG)
     model = LlamaForCausalLM.from_pretrained(folder / "base")
     told["built"] = sorted({type(param).__name__ for param in model.parameters()})
     model.resize_token_embeddings(72, mean_resizing=False)

@@ -1,9 +1,8 @@
-"""TRL's trainers on a tiny Llama, unmodified: KIND (base, sft, dpo) STAGE (-1: without DeepSpeed)
-FOLDER [WORD ...].
+"""Run an unmodified TRL trainer on a tiny Llama.
 
-base: writes FOLDER/base, the pretrained model and its tokenizer, that the others read.  peft:
-trains LoRA's weights.
-resume: go on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
+Arguments: KIND (base, sft, dpo) STAGE (-1: without DeepSpeed) FOLDER [WORD ...]. KIND base writes
+FOLDER/base, the pretrained model and tokenizer that the other kinds load. The word peft trains LoRA
+weights. The word resume continues from FOLDER/run/checkpoint-2. Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -35,9 +34,7 @@ WORDS = (
 
 
 def write_base(folder: Path) -> None:
-    """The model that every run starts from, with a tokenizer of whole words; nothing is
-    downloaded.
-    """
+    """Write the model that every run starts from and a word-level tokenizer, without downloads."""
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -87,7 +84,7 @@ def trainer_of(kind: str, stage: int, folder: Path, words: list[str]) -> Any:
         if "peft" in words
         else None
     )
-    # first: from_pretrained asks it whether to build under zero.Init
+    # First, because from_pretrained reads it to decide whether to build under zero.Init.
     given = settings(arguments, stage, folder)
     torch.manual_seed(3)
     return makes(
@@ -100,8 +97,8 @@ def trainer_of(kind: str, stage: int, folder: Path, words: list[str]) -> Any:
 
 
 def generated(trainer: Any) -> list[int]:
-    """What the trained model says, with the gathering and the surgery on hooks of TRL's online
-    trainers.
+    """Generate with the trained model as TRL's online trainers do, which gathers and patches
+    hooks.
     """
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
         prompt = torch.tensor([[3, 4, 5]])

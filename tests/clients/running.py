@@ -1,4 +1,4 @@
-"""Programs of clients in processes of their own, and what their rank 0 told."""
+"""Run client programs in separate processes and read the JSON that rank 0 prints."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.needs import need
 HERE = Path(__file__).parent
 PATHS = f"{Path(deepseek_zero.__path__[0]).parent}:{HERE.parents[1]}"
 OURS = [sys.executable, "-m", "deepseek_zero.cli"]
-# CI's minutes: it runs one program of accelerate and one of transformers; `make clients` sets this
-# and runs the others.
+# To save time, CI runs one program of accelerate and one of transformers. `make clients` sets this
+# variable and runs the others.
 BY_HAND = pytest.mark.skipif(
     not os.environ.get("DEEPSEEK_ZERO_ALL_CLIENTS"), reason="DEEPSEEK_ZERO_ALL_CLIENTS=1 runs it"
 )
@@ -32,7 +32,7 @@ def need_client(*names: str) -> None:
 
 
 def start(line: list[str], program: str, *words: object) -> subprocess.Popen[str]:
-    """A program in processes of its own, offline, with a core each."""
+    """Start a program in separate processes, offline, with one thread each."""
     environment = {
         name: value for name, value in os.environ.items() if name != "DEEPSEEK_ZERO_AS_DEEPSPEED"
     }
@@ -44,7 +44,7 @@ def start(line: list[str], program: str, *words: object) -> subprocess.Popen[str
 
 
 def told(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What rank 0 of the program printed."""
+    """Wait for a program and return the JSON that rank 0 printed."""
     out, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors[-4000:]
     line = next(line for line in out.splitlines() if line.startswith("TOLD "))

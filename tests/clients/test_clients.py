@@ -1,6 +1,4 @@
-"""Real clients of DeepSpeed, unmodified, behind its name: the losses are those of the same program
-without it.
-"""
+"""Unmodified clients of DeepSpeed have the same losses with the drop-in as without it."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from tests.clients.running import BY_HAND, HERE, OURS, need_client, start, told
 
 
 def plain_accelerate_losses() -> tuple[list[float], dict[str, Any]]:
-    """The loop of program_accelerate.py in torch alone: two epochs, and the weights after them."""
+    """Run the loop of program_accelerate.py with only torch: two epochs and the final weights."""
     from tests.clients import program_accelerate as program
 
     model, optimizer, data = program.parts()
@@ -168,7 +166,7 @@ def test_a_script_of_deepspeeds_under_every_launcher(line: list[str], tmp_path: 
     assert process.returncode == 0, errors[-4000:]
     assert (
         "a_key_of_mine: no such key, ignored" in errors
-    )  # behind this name unknown keys only warn
+    )  # the drop-in only warns about unknown keys
     assert (
         torch.cuda.is_available() or "torchrun" in line or "running 2 CPU ranks instead" in errors
     )

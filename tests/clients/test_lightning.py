@@ -1,4 +1,4 @@
-"""Lightning behind DeepSpeed's name, on two ranks: what it is without it, within rounding."""
+"""Lightning with the drop-in on two ranks equals a plain run within rounding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAM = "program_lightning.py"
 def on_two_ranks_and_plain(
     what: str, stage: int, folder: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What both runs told, once ours is known to be sharded."""
+    """Return the results of both runs after checking that ours is sharded."""
     need_client("lightning")
     plain = start([sys.executable], PROGRAM, what, -1, folder / "plain")
     ours, alone = told(start([*OURS, *TWO], PROGRAM, what, stage, folder)), told(plain)

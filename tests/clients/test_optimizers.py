@@ -1,5 +1,6 @@
-"""Optimizers of other libraries train, save and resume with the same losses; errors name other
-states.
+"""Optimizers of other libraries train, save and resume with the same losses.
+
+Errors report states of another optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 def bitsandbytes(name: str) -> Make:
     import bitsandbytes as library
 
-    # Its 8-bit states begin at so many elements.
+    # States of at least `min_8bit_size` elements use 8 bits.
     return lambda params: getattr(library.optim, name)(
         params, lr=1e-2, **({"min_8bit_size": 1} if "8" in name else {})
     )

@@ -1,6 +1,4 @@
-"""The pages about clients, from script to resumed run: every named block is written, every command
-is run.
-"""
+"""Run the how-to pages of clients: write every named code block and run every command."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""accelerate over pipeline stages: what one process is, where all ranks share the rows; else
-refused by name.
+"""accelerate over pipeline stages: equal to one process if all ranks share the rows, refused
+otherwise.
 """
 
 from __future__ import annotations

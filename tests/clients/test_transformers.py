@@ -1,6 +1,4 @@
-"""transformers, its Trainer and PEFT behind DeepSpeed's name: what they are without it, within
-rounding.
-"""
+"""transformers, its Trainer and PEFT with the drop-in equal plain runs within rounding."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from tests.clients.running import BY_HAND, ONE, OURS, TWO, need_client, start, t
 
 Plainly = Callable[..., dict[str, Any]]
 ROUNDING = {"loss": 1e-4, "eval_loss": 1e-4, "norm": 1e-4}
-# The Trainer alone computes in bf16 on fp32 weights (autocast); DeepSpeed's weights are bf16.
+# The plain Trainer computes in bf16 on fp32 weights (autocast). DeepSpeed's weights are bf16.
 ROUNDING_OF_BF16 = {"loss": 1e-3, "eval_loss": 1e-3, "norm": 1e-2}
 
 
 def with_base(folder: Path) -> Path:
-    """A folder with the tiny model that `pretrained` reads."""
+    """Return a folder with the tiny model that the word `pretrained` loads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.clients.program_trainer import TINY
@@ -33,7 +31,7 @@ def with_base(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plainly(tmp_path_factory: pytest.TempPathFactory) -> Plainly:
-    """The program without DeepSpeed, once for the same words; "folder" is where it wrote."""
+    """Run the program without DeepSpeed once per set of words; "folder" is its output folder."""
     done: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def run(*words: str) -> dict[str, Any]:
@@ -71,7 +69,7 @@ def assert_same_weights(
         torch.testing.assert_close(ours[name], value, **within)
 
 
-@pytest.mark.slow  # `make slow`
+@pytest.mark.slow  # run by `make slow`
 def test_trainer_from_pretrained_at_stage_3_is_the_trainer(tmp_path: Path) -> None:
     need_client("transformers", "accelerate")
     plain = start(
@@ -119,7 +117,8 @@ def test_trainer_at_every_stage_saves_and_resumes(
         "ShardedParameter" if stage == 3 else "Parameter"
     ]
     assert ours["dtypes"] == ["torch.bfloat16" if words else "torch.float32"]
-    assert ours["eval_loss"][-1] == min(ours["eval_loss"])  # after training: the best model's
+    # the best model is loaded after training
+    assert ours["eval_loss"][-1] == min(ours["eval_loss"])
     assert_same_weights(
         weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0
     )
@@ -133,8 +132,9 @@ def test_trainer_at_every_stage_saves_and_resumes(
 def test_trainer_over_tensor_parallel_ranks_saves_and_resumes(
     stage: int, words: list[str], plainly: Plainly, tmp_path: Path
 ) -> None:
-    """The Trainer's own count of the batch, tp ranks as data-parallel ones, is corrected.
-    from_pretrained at stage 3 beside autotp_size is refused by transformers itself.
+    """The batch size is correct although the Trainer counts tp ranks as data-parallel ranks.
+
+    transformers refuses from_pretrained at stage 3 together with autotp_size.
     """
     need_client("transformers", "accelerate")
     ours = told(
@@ -155,9 +155,11 @@ def test_trainer_over_tensor_parallel_ranks_saves_and_resumes(
 def test_trainer_over_ranks_that_share_sequences_is_the_trainer(
     stage: int, plainly: Plainly, tmp_path: Path
 ) -> None:
-    """The loss is the Trainer's own, of a differentiable gather over the ranks; its gradient is not
-    sp times too large at any stage.  It cannot go on from the middle of an epoch: accelerate skips
-    batches of DataLoaders alone.
+    """Ranks that share sequences train like the plain Trainer.
+
+    The Trainer computes the loss by a differentiable gather over the ranks. Its gradient is not sp
+    times too large at any stage. Such a run cannot resume within an epoch, because accelerate skips
+    batches only of DataLoaders.
     """
     need_client("transformers", "accelerate")
     ours = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, "sp"))
@@ -173,9 +175,7 @@ def test_trainer_over_ranks_that_share_sequences_is_the_trainer(
 def test_trainer_over_stages_is_the_trainer(
     stage: int, words: list[str], plainly: Plainly, tmp_path: Path
 ) -> None:
-    """Every rank has rows of its own, as the Trainer deals them; so have its losses, and the logits
-    of evaluations.
-    """
+    """The Trainer gives every rank different rows, and each rank gets its losses and logits."""
     need_client("transformers", "accelerate")
     ours = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, *words, "pp"))
     assert_same_training(ours, plainly(*words), ROUNDING_OF_BF16 if "bf16" in words else ROUNDING)
@@ -192,7 +192,7 @@ def test_trainer_over_stages_is_the_trainer(
 @BY_HAND
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_peft_lora_over_tensor_parallel_ranks(stage: int, plainly: Plainly, tmp_path: Path) -> None:
-    """Adapters of layers that are split, and the file of them, which has whole tensors."""
+    """LoRA trains adapters of split layers and saves them as whole tensors."""
     from safetensors.torch import load_file
 
     need_client("transformers", "accelerate", "peft")

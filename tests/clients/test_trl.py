@@ -1,6 +1,4 @@
-"""TRL's trainers behind DeepSpeed's name, at stage 3 on two ranks: what they are without it, within
-rounding.
-"""
+"""TRL's trainers with the drop-in, at stage 3 on two ranks, equal plain runs within rounding."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def test_trl_trains_generates_and_resumes(kind: str, words: list[str], tmp_path:
     (tmp_path / "plain" / "base").symlink_to(tmp_path / "base")
     plain = start([sys.executable], program, kind, -1, tmp_path / "plain", *words)
     ours, alone = told(start([*OURS, *TWO], program, kind, 3, tmp_path, *words)), told(plain)
-    # With adapters the reference is the model without them
+    # With adapters, DPO uses the model without them as the reference.
     models = 1 if kind == "sft" or words else 2
     assert ours["world"] == 2 and ours["kinds"] == [["ShardedParameter"]] * models
     for key in ("loss", "norm"):

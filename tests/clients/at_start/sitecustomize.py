@@ -1,10 +1,11 @@
-"""Python imports this as it starts with this folder on its path: for the page about Lightning,
-without CUDA.
+"""Python imports this module at start if this folder is on its path.
+
+It lets the commands of the page about Lightning run without CUDA.
 """
 
 import sys
 
-if sys.argv[:1] != ["-m"]:  # a script's interpreter, not a launcher's
+if sys.argv[:1] != ["-m"]:  # the interpreter of a script, not of a launcher
     from tests.clients.lightning_gate import lift
 
     lift()
