@@ -1,9 +1,8 @@
-"""Who reads what a configuration key became: recorders over its sections and over the settings made
-of them.
+"""Record which code reads the sections of a configuration and the settings derived from them.
 
-A key may travel: section -> settings -> settings.  Passing it on proves nothing, and neither does
-printing it; so a read counts where code outside the assembly (engine/settings.py and assemble.py,
-and for sections engine/optimizer.py) asks for the value.
+A value may be copied from a section to settings and on to other settings. Copying or printing a
+value does not prove that it is used. A read therefore counts only in code outside the assembly
+(engine/settings.py, assemble.py and, for sections, engine/optimizer.py).
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from deepseek_zero.config.fields import Section, subsection
 PACKAGE = str(Path(deepseek_zero.__file__).parent)
 PASS_ON = ("/engine/settings.py", "/engine/assemble.py")
 PASS_SECTIONS_ON = (*PASS_ON, "/engine/optimizer.py")
-PRINTS = {"__repr__", "describe", "__post_init__"}  # __post_init__ refuses; it uses nothing
+# __post_init__ validates and does not use values
+PRINTS = {"__repr__", "describe", "__post_init__"}
 READERS_OF_CONFIG = f"{PACKAGE}/config/"
 
 Leaf = tuple[type, str]
@@ -35,7 +35,7 @@ Leaf = tuple[type, str]
 
 @cache
 def settings_classes() -> tuple[type, ...]:
-    """Every dataclass of the library that carries settings."""
+    """Return every dataclass of the library that carries settings."""
     found = set()
     for module in pkgutil.walk_packages(deepseek_zero.__path__, "deepseek_zero."):
         if module.name.startswith(
@@ -60,7 +60,7 @@ SETTINGS = ("Policy", "Retention")
 
 @cache
 def home_of(path: str) -> Leaf:
-    """The section of a dotted key, and its name there."""
+    """Return the section class of a dotted key and the field's name in it."""
     *sections, name = path.split(".")
     model: type[Section] = Config
     for section in sections:
@@ -72,11 +72,12 @@ def home_of(path: str) -> Leaf:
 
 @dataclasses.dataclass
 class Reads:
-    """What was asked for while this was recording.
+    """The reads and values during a recording.
 
-    used: fields somebody used.  touched: sections' fields that anybody in the library read, the
-    assembly included.
-    values: all values a field of settings had.
+    Attributes:
+        used: Fields read by code that uses them.
+        touched: Fields of sections read by any code of the library, including the assembly.
+        values: All values of each field of settings.
     """
 
     used: set[Leaf] = dataclasses.field(default_factory=set)
@@ -95,14 +96,14 @@ class Reads:
     def built(self, made: Any) -> None:
         for field in dataclasses.fields(made):
             value = object.__getattribute__(made, field.name)
-            # Settings in settings carry their fields themselves: to reach them proves nothing
+            # Nested settings have fields of their own, so reading the outer field proves nothing.
             if not isinstance(value, settings_classes()):
                 self.values[type(made), field.name].add(repr(value))
 
 
 @contextmanager
 def recording() -> Iterator[Reads]:
-    """Record every read of sections and settings, and every value settings are built with."""
+    """Record every read of sections and settings, and every value with which settings are built."""
     reads, undo = Reads(), list[Callable[[], None]]()
     for kind in (Section, *settings_classes()):
         undo.append(_replace(kind, "__getattribute__", _asking(kind, reads)))
@@ -150,7 +151,7 @@ def _building(kind: Any, reads: Reads) -> Any:
 
 
 def carriers(moved: Reads, still: Reads) -> set[Leaf]:
-    """Fields of settings that had other values in one run than in the other."""
+    """Return the fields of settings whose values differ between two runs."""
     return {
         leaf
         for leaf in {*moved.values, *still.values}

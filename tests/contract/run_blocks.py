@@ -1,10 +1,9 @@
-"""Runs the python blocks of Markdown pages, each block in new processes; started by test_docs.py as
-a program.
+"""Run the python blocks of Markdown pages, each in new processes. test_docs.py starts this program.
 
-It reads lines "RANKS PAGE" from standard input, and answers each with one line of JSON: the number
-of failures and the output.  A block runs in forks of this process, which has imported the library
-once, in an empty folder.  On several ranks the forks find each other as a launcher's processes do,
-and share the folder.
+The program reads lines "RANKS PAGE" from standard input and answers each with one line of JSON: the
+number of failures and the output. This process has imported the library once and runs each block in
+forks, in an empty folder. Multiple ranks form a process group as under a launcher, and share the
+folder.
 
     ```python                runs on one rank and on two
     ```python one-rank       runs on one rank: the text says why
@@ -37,7 +36,7 @@ BLOCK_SECONDS = 200.0
 
 
 def blocks(page: str, ranks: int = 1) -> Iterator[tuple[int, str]]:
-    """Yield (line, code) of every block that runs on so many ranks."""
+    """Yield (line, code) of every block that runs on `ranks` ranks."""
     for found in FENCE.finditer(page):
         words = found["words"].split()
         if "no-run" not in words and not (ranks > 1 and "one-rank" in words):
@@ -49,7 +48,7 @@ def blocks(page: str, ranks: int = 1) -> Iterator[tuple[int, str]]:
 
 
 def run_page(path: str, ranks: int) -> dict[str, object]:
-    """Run the blocks of a page; return how many failed, and what they wrote."""
+    """Run the blocks of a page; return the number of failures and their output."""
     failures = 0
     with tempfile.TemporaryFile() as output:
         for line, code in blocks(Path(path).read_text(encoding="utf-8"), ranks):
@@ -62,10 +61,10 @@ def run_page(path: str, ranks: int) -> dict[str, object]:
 
 
 def _run(code: str, name: str, line: int, ranks: int, output: int) -> str:
-    """Run a block on every rank; return what went wrong, or nothing."""
+    """Run a block on every rank; return an error text, or ""."""
     program = compile("\n" * (line - 1) + code, name, "exec")
     where = f" on {ranks} ranks" if ranks > 1 else ""
-    # A TemporaryDirectory would be removed by the first rank that ends
+    # The first rank that ends would remove a TemporaryDirectory.
     folder, port = (tempfile.mkdtemp(), _free_port())
     children = {}
     for rank in range(ranks):
@@ -92,7 +91,7 @@ def _run(code: str, name: str, line: int, ranks: int, output: int) -> str:
 
 
 def _run_as(rank: int, ranks: int, port: int, folder: str, program: object, output: int) -> None:
-    """Run a block in this process, as a rank, and end the process."""
+    """Run a block in this process as one rank, and end the process."""
     status = 1
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -116,7 +115,7 @@ def _run_as(rank: int, ranks: int, port: int, folder: str, program: object, outp
         traceback.print_exc()
     finally:
         if ranks > 1:
-            atexit._run_exitfuncs()  # the library ends a world there
+            atexit._run_exitfuncs()  # the library destroys the process group there
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -1,4 +1,4 @@
-"""Every public name has an entry in the API reference, and no entry is of a name that is gone."""
+"""The API reference has an entry for every public name and for no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md shows the house as it stands: every room, and no name that is gone."""
+"""ARCHITECTURE.md names every package of the library and no name that is gone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
 
 
 def rooms_of_the_house() -> set[str]:
-    """Every folder of the house; the one that only re-exports has no paragraph of its own."""
+    """Return every package except the one that only re-exports and has no paragraph."""
     return {path.parent.name for path in SOURCE.glob("*/__init__.py")} - {"utils"}
 
 
 def names_of_the_house() -> set[str]:
-    """Every class, function and method, methods as Class.method."""
+    """Return every class, function and method, methods as Class.method."""
     found = set()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -48,9 +48,7 @@ def test_the_page_names_no_file_that_is_not_there() -> None:
 
 
 def is_there(name: str) -> bool:
-    """Whether a file that the page names by its last folders, or by its name alone, is part of the
-    repository.
-    """
+    """Return whether a file that the page names by the end of its path is in the repository."""
     places = [SOURCE, *(ROOT / folder for folder in ("tests", "examples", "benchmarks"))]
     return any(
         f"/{path.relative_to(ROOT)}".endswith(f"/{name}")

@@ -1,6 +1,6 @@
 """A class name has one meaning in the library.
 
-Names that begin with an underscore belong to their file. `compat` repeats names because they are
+Names with a leading underscore are private to their file. `compat` repeats names because they are
 DeepSpeed's, `config/keywords.py` has the names of the generated stub, and a class of `api` may have
 the name of its base in the core.
 """
@@ -16,7 +16,7 @@ ELSEWHERE = ("compat/", "config/keywords.py")
 
 
 def is_subclass_of_its_name(node: ast.ClassDef) -> bool:
-    """Return whether a class is derived from one with its own name: `class Init(init.Init)`."""
+    """Return whether a class is derived from one with the same name: `class Init(init.Init)`."""
     names = [base.attr for base in node.bases if isinstance(base, ast.Attribute)]
     return node.name in names
 

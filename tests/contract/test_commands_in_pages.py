@@ -1,7 +1,7 @@
-"""The commands that pages and error messages tell a reader to run can work.
+"""The commands that pages and error messages show to readers are valid.
 
-The targets, extras, packages, modules, paths, subcommands and options in them exist. Nothing is
-installed or started.
+Their targets, extras, packages, modules, paths, subcommands and options exist. The test installs
+and starts nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGES = [
 FENCE = re.compile(r"^ *```(?P<lang>[^\n]*)\n(?P<body>.*?)^ *```", re.MULTILINE | re.DOTALL)
 PROGRAMS = {"pip", "make", "git", "deepseek-zero", "python", "python3"}
 FOLDERS = {"benchmarks", "docs", "examples", "scripts", "src", "tests"}
-CLIENTS = {"wandb", "comet-ml"}  # their services need an account, so that no extra has them
+CLIENTS = {"wandb", "comet-ml"}  # their services need an account, so no extra installs them
 
 
 @cache
@@ -47,7 +47,7 @@ def known_packages() -> set[str]:
 
 
 def commands_of(page: str) -> Iterator[str]:
-    """Yield each command of the shell blocks of a page, and of its texts between backticks."""
+    """Yield each command in the shell blocks and in the backtick spans of a page."""
     blocks = [block["body"] for block in FENCE.finditer(page) if block["lang"].startswith("bash")]
     lines = [line for block in blocks for line in block.splitlines()]
     spans = re.findall(r"`([^`]+)`", FENCE.sub("", page))
@@ -56,10 +56,10 @@ def commands_of(page: str) -> Iterator[str]:
 
 
 def problems(command: str) -> list[str]:
-    """Return what is wrong with one command; [] for programs that this test does not know."""
+    """Return the problems of one command; empty for programs that this test does not know."""
     try:
         words = shlex.split(command, comments=True)
-    except ValueError:  # a piece of code with one quotation mark
+    except ValueError:  # code with an unpaired quotation mark
         return []
     names = [Path(word).name for word in words]
     begin = next((place for place, name in enumerate(names) if name in PROGRAMS), None)
@@ -71,7 +71,7 @@ def problems(command: str) -> list[str]:
     if name.startswith("python") and rest[:1] == ["-m"] and len(rest) > 1:
         name = rest[1]
         rest = rest[2:]
-        # To look for pip, setuptools would replace distutils, with a warning
+        # A search for pip makes setuptools replace distutils and warn.
         if name != "pip" and find_spec(name) is None:
             return [*found, f"no module {name}"]
     if name == "pip" and rest[:1] == ["install"]:
@@ -148,7 +148,7 @@ def _problems_of_cli(command: Any, words: list[str]) -> list[str]:
     while rest:
         word, equals, _ = rest.pop(0).partition("=")
         if word == "--" or (starts_program and not word.startswith("-")):
-            return found  # the others belong to the program
+            return found  # the other arguments belong to the program
         if word.startswith("--") and _plain(word) not in takes_value:
             found.append(f"no option {word}")
         elif rest and not equals and takes_value.get(_plain(word), False):

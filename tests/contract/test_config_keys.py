@@ -1,6 +1,8 @@
-"""What the page says of each key is so.  An effective one, moved off its default, is used by
-something: the assembled model, schedule or optimizer differs, or what carries its value is read by
-code that acts, or a test beside it sees what it does.  An accepted one is read by nobody.
+"""The configuration page states the effect of each key correctly.
+
+An effective key that is changed from its default is used: the assembled model, schedule or
+optimizer differs, or acting code reads the value, or a test next to it checks the effect. No code
+reads an accepted key.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Net(nn.Module):
 
 
 def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `change` laid over it, section by section."""
+    """Return `base` with `change` merged into it, section by section."""
     result = dict(base)
     for key, value in change.items():
         old = result.get(key)
@@ -80,7 +82,7 @@ def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def without(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """The same configuration with one key left out: what its companions alone would assemble."""
+    """Return the configuration without one key; the keys that it requires stay."""
     head, _, rest = path.partition(".")
     result = dict(config)
     if rest and isinstance(result.get(head), dict):
@@ -95,8 +97,8 @@ BASE: dict[str, Any] = {
     "zero_optimization": {"stage": 3},
     "steps_per_print": 2,
 }
-# Where the key cannot be left out, or the hardware would decide then, what it is compared with is
-# stated.
+# Explicit reference configurations for keys that cannot be left out, or whose default depends on
+# the hardware.
 STATED: dict[str, dict[str, Any]] = {
     "torch_autocast.dtype": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
     "zero_optimization.offload_param.nvme_path": {
@@ -113,15 +115,16 @@ ACCEPTED = [row for row in rows(Config) if row.status is Status.ACCEPTED]
 
 @dataclasses.dataclass
 class Seen:
-    """One training: what was read, and what was assembled."""
+    """The recorded reads and the assembled structure of one training."""
 
     reads: Reads
     structure: list[str]
 
 
 def train(config: dict[str, Any]) -> Seen:
-    """Three steps with overflows, a save, a load and an export; settings are not part of the
-    structure.
+    """Train three steps with overflows, save, load and export.
+
+    Settings are not part of the structure.
     """
     with recording() as reads:
         engine, *_ = dz.initialize(
@@ -166,7 +169,7 @@ def train(config: dict[str, Any]) -> Seen:
 
 
 def compared(path: str, change: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A configuration with the key moved, and the same without it."""
+    """Return a configuration with the key changed, and the same one without the key."""
     moved = merged(BASE, change)
     if path.startswith("optimizer."):
         moved["optimizer"] = change["optimizer"]
@@ -180,7 +183,7 @@ KNOWN: dict[str, Seen] = {}
 
 
 def train_once(config: dict[str, Any]) -> Seen:
-    """As `train`, once for each configuration: many keys are compared with the same one."""
+    """Return the cached result of `train`, because many keys share a reference configuration."""
     text = json.dumps(config, sort_keys=True)
     if text not in KNOWN:
         KNOWN[text] = train(config)
@@ -190,8 +193,9 @@ def train_once(config: dict[str, Any]) -> Seen:
 def proof(
     path: str, change: dict[str, Any], without_it: Callable[[dict[str, Any]], Seen] = train_once
 ) -> str:
-    """Why a key is alive; "" where it is dead.  without_it: how what the key is compared with is
-    trained.
+    """Return why a key is effective, or "" if it is not.
+
+    without_it: trains the reference configuration.
     """
     with_key, without_key = compared(path, change)
     moved = train(with_key)
@@ -205,7 +209,7 @@ def proof(
     return ""
 
 
-# What reads cannot show in this program: a test of its own for what the key does.
+# Keys whose effect the recorded reads cannot show here: a separate test for each effect.
 # -----------------------------------
 
 
@@ -235,8 +239,8 @@ def verifies_the_ranks() -> None:
 
 
 def verifies_the_mesh() -> None:
-    """tests/ranks/test_hybrid.py trains on several; here: what does not fit a world of one is
-    refused.
+    """A mesh that does not fit one rank is refused; tests/ranks/test_hybrid.py trains on
+    several.
     """
     for mesh in ({"dp_replicate": 2}, {"dp_shard": 2}):
         with pytest.raises(UsageError, match="does not fit a world of 1"):
@@ -246,9 +250,7 @@ def verifies_the_mesh() -> None:
 
 
 def states_an_axis() -> None:
-    """Each key that names one is in the mesh that is refused here, since a world of one has no such
-    ranks.
-    """
+    """Each key that sets an axis appears in the mesh that is refused on a single rank."""
     for key in STATE_AN_AXIS:
         change: Any = 2
         for name in reversed(key.split(".")):
@@ -258,8 +260,9 @@ def states_an_axis() -> None:
 
 
 def settings_differ(path: str, of: Callable[[Config], object]) -> Callable[[], None]:
-    """What only several ranks see (tests/unit/parallel, tests/unit/pipeline): here, that they are
-    told.
+    """Settings that matter only on several ranks get the key's value.
+
+    tests/unit/parallel and tests/unit/pipeline check the effects.
     """
 
     def compare() -> None:
@@ -282,7 +285,7 @@ def saves_when_asked_to_end() -> None:
 
 
 def locks_pages_beside_a_gpu() -> None:
-    """The sections that offload are asked, and no others."""
+    """Only the sections that offload decide about page-locking."""
 
     def pinned(**sections: Any) -> bool:
         config = resolve(load({"zero_optimization": {"stage": 3, **sections}}), Facts())
@@ -302,7 +305,7 @@ def locks_pages_beside_a_gpu() -> None:
 
 
 def names_the_transport() -> None:
-    """tests/ranks/test_same_host.py sees what travels; here: whom `Comm` is told."""
+    """`Comm` gets the transport; tests/ranks/test_same_host.py checks the traffic."""
     seen = list[str]()
 
     class Told(Comm):
@@ -317,8 +320,8 @@ def names_the_transport() -> None:
 
 
 def tells_where_to_listen() -> None:
-    """tests/ranks/test_hosts.py sees ports and addresses; here: what ranks that meet later are
-    told.
+    """Ranks that join later get interface and ports; tests/ranks/test_hosts.py checks the
+    sockets.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in (launch.INTERFACE, launch.PORTS, launch.GLOO_INTERFACE):
@@ -377,8 +380,8 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
             "activation_checkpoint_interval",
         )
     },
-    # Tests/unit/activations/test_tiled_loss.py and tests/ranks/test_partitioned_activations.py see
-    # what they do
+    # tests/unit/activations/test_tiled_loss.py and tests/ranks/test_partitioned_activations.py
+    # check the effects.
     **{
         f"activation_checkpointing.{name}": settings_differ(f"activation_checkpointing.{name}", of)
         for name, of in (
@@ -390,7 +393,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     "sequence_parallel.attention": settings_differ(
         "sequence_parallel.attention", sequence_settings_of
     ),
-    **{  # one rank sends nothing: tests/ranks/test_codecs.py sees what several do
+    **{  # one rank sends nothing; tests/ranks/test_codecs.py checks several
         f"zero_optimization.{name}": settings_differ(f"zero_optimization.{name}", plan_settings_of)
         for name in (
             "zero_quantized_weights",
@@ -409,7 +412,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
             "compression.min_numel",
         )
     },
-    **{  # tests/unit/attention/test_hugging_face.py sees what a model does with it
+    **{  # tests/unit/attention/test_hugging_face.py checks the effect on a model
         name: settings_differ(name, partial(sparse_attention_of, mesh=Mesh()))
         for name in (
             "sparse_attention",
@@ -447,7 +450,7 @@ def test_an_effective_key_is_used(
 
 
 def other_than(value: Any) -> Any:
-    """A value of the same type that is not the default."""
+    """Return another value of the same type."""
     return {bool: lambda: not value, int: lambda: value * 2, float: lambda: value / 2}.get(
         type(value), lambda: None
     )()
@@ -467,7 +470,7 @@ def test_an_accepted_key_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert seen.structure == plain.structure
 
 
-# The contract itself can fail: two keys that do nothing, declared as if they did.
+# The check itself detects failures: two keys without effect that are declared effective.
 # ------------------------------------
 
 DEAD = "zero_optimization.legacy_stage1"
@@ -484,9 +487,7 @@ def test_a_key_that_is_never_read_is_reported(
 def test_a_key_that_is_only_stored_and_printed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `deterministic` once was: written into the settings, told to ranks and logs, and used by
-    nobody.
-    """
+    """A key that is stored, sent to ranks and logged, but not used, is reported."""
     monkeypatch.chdir(tmp_path)
     plain, kept = assemble.policy_settings_of, list[Any]()
 
@@ -500,7 +501,7 @@ def test_a_key_that_is_only_stored_and_printed_is_reported(
         kept.append(PolicySettings(**given, is_legacy=config.zero_optimization.legacy_stage1))
         return kept[-1]
 
-    # It passes on, as the assembly does
+    # The function passes the value on, as the assembly does.
     storing.__code__ = storing.__code__.replace(co_filename=assemble.__file__)
     monkeypatch.setattr(assemble, "policy_settings_of", storing)
     assert proof(DEAD, MOVED, train) == ""

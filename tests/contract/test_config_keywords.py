@@ -1,5 +1,6 @@
-"""config/keywords.pyi says what the schema says, and a type checker takes right programs and
-refuses a wrong key or name.
+"""config/keywords.pyi matches the schema.
+
+A type checker accepts correct programs and rejects a wrong key or name.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def stub() -> dict[str, Any]:
 
 
 def keys_of(kind: Any, written: dict[str, Any], prefix: str = "") -> set[str]:
-    """Dotted keys of a TypedDict and of those inside it."""
+    """Return the dotted keys of a TypedDict, including nested ones."""
     found = set[str]()
     for name, hint in typing.get_type_hints(kind, written).items():
         inner = [option for option in typing.get_args(hint) if typing.is_typeddict(option)]
@@ -100,7 +101,7 @@ def keys_of(kind: Any, written: dict[str, Any], prefix: str = "") -> set[str]:
 
 def test_every_key_of_the_schema_can_be_completed_in_both_apis() -> None:
     schema = {row.path for row in rows(Config)} | NOT_BUILT.keys()
-    # Null or an object
+    # null or an object
     sections = {path for path in schema if any(other.startswith(path + ".") for other in schema)}
     written = stub()
     assert schema - sections <= keys_of(written["ConfigKeywords"], written)
@@ -129,8 +130,8 @@ def test_a_type_checker_accepts_correct_programs_and_rejects_wrong_keys(tmp_path
     right = RIGHT + "".join(names)
     program.write_text(right + "\n".join(WRONG) + "\n", encoding="utf-8")
     first = len(right.splitlines()) + 1
-    # Only the doors are looked at: torch and the rest of the house would take a minute and say
-    # nothing new.
+    # Only the public entry points are checked. Checking torch and the rest of the package would
+    # take a minute and find nothing more.
     files = [SOURCE / "__init__.py", STUB]
     files += [
         SOURCE / name

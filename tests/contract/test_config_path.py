@@ -1,4 +1,4 @@
-"""A configuration key passes few files from the JSON to its effect, each once."""
+"""A configuration key passes through few files between the JSON and its effect, each once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""docs/reference/config.md says what the schema says, and the schema keeps its promises about every
-key.
-"""
+"""docs/reference/config.md matches the schema, and the schema's statements about every key hold."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def test_each_key_that_is_not_built_has_one_sentence_and_a_reason(row: NotBuilt)
 def test_each_effective_key_has_an_example_off_its_default_that_loads(
     row: FieldRow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # monitors: as if their packages were there
+    # Pretend that the packages of the monitors are installed.
     monkeypatch.setattr(checks_room, "find_spec", lambda name: object())
     config = resolve(
         load(off_default_config(row.path)),
@@ -66,7 +64,7 @@ def test_each_effective_key_has_an_example_off_its_default_that_loads(
     )
     found = lookup(config.model_dump(), row.path)
     expected = tuple(row.example) if isinstance(row.example, list) else row.example
-    if isinstance(expected, dict):  # beside it stand the defaults of the section's other keys
+    if isinstance(expected, dict):  # The value also contains defaults of the section's other keys.
         assert found is not None and found.items() >= expected.items()
     else:
         assert found == expected

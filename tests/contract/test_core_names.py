@@ -1,4 +1,4 @@
-"""The core names no feature: features are files of extensions/, which the core does not import.
+"""The core has no names of features; features are files of extensions/, which it does not import.
 
 The core is every file of sharding/ and optim/, and planner/spec.py.
 """
@@ -73,12 +73,13 @@ def test_texts_and_other_names_are_no_identifiers(code: str) -> None:
 
 
 def named_features(tree: ast.AST) -> dict[str, list[str]]:
-    """Return the identifiers that contain a feature's word, by word. Underscores and case do not
-    count.
+    """Return the identifiers that contain a feature's keyword, by keyword.
+
+    Underscores and case are ignored.
     """
     found: dict[str, list[str]] = {}
     for name in sorted(set(_identifiers(tree))):
-        # REPLICATE is the placement of PyTorch's DTensor, and no feature
+        # REPLICATE is a placement as in PyTorch's DTensor, not a feature.
         plain = name.replace("_", "").lower().replace("replicate", "")
         for word in WORDS:
             if word.replace("_", "") in plain:
@@ -87,7 +88,7 @@ def named_features(tree: ast.AST) -> dict[str, list[str]]:
 
 
 def _identifiers(tree: ast.AST) -> Iterator[str]:
-    """Yield every identifier of a file, also of keywords, imports and patterns."""
+    """Yield every identifier of a file, including keywords, imports and patterns."""
     for node in ast.walk(tree):
         for field, value in ast.iter_fields(node):
             is_text = isinstance(node, ast.Constant) or field == "type_comment"

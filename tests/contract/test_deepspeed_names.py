@@ -1,5 +1,6 @@
-"""docs/reference/deepspeed-names.md says what the drop-in says, and the drop-in raises from the
-same table.
+"""docs/reference/deepspeed-names.md matches the drop-in.
+
+The drop-in raises from the same table.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def test_each_documented_name_can_be_imported_or_raises_an_error_with_the_reason
         for name, reason in missing.missing_names(module).items():
             try:
                 found = look_up(module, name)
-            except UnknownNameError as error:  # older than the inventory
+            except UnknownNameError as error:  # the inventory does not have this older name
                 assert reason[1:] in str(error) and f"{module}.{name}" in str(error)
             else:
                 assert isinstance(found, ModuleType) or callable(found), f"{module}.{name}"

@@ -1,5 +1,5 @@
-"""Every python block in README.md and docs/ runs on one rank and on two, unless its fence says that
-it cannot.
+"""Every python block in README.md and docs/ runs on one rank and on two, unless its fence opts
+out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RUNS = [
 
 
 class Runner:
-    """A process that has imported the library and runs one page after the other."""
+    """A process that has imported the library and runs one page after another."""
 
     def __init__(self) -> None:
         command = [sys.executable, run_blocks.__file__]
@@ -38,7 +38,7 @@ class Runner:
         )
 
     def run(self, page: Path, ranks: int) -> dict[str, Any]:
-        """Run a page's blocks; return the number of failures, and the output."""
+        """Run the blocks of a page; return the number of failures and the output."""
         self._stream(self._process.stdin).write(f"{ranks} {page}\n")
         self._stream(self._process.stdin).flush()
         answer = self._stream(self._process.stdout).readline()

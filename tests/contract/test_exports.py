@@ -1,4 +1,4 @@
-"""What `import deepseek_zero` gives, says and costs."""
+"""The exports, the output and the cost of `import deepseek_zero`."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_the_import_prints_nothing() -> None:
 
 
 def test_the_import_adds_little_to_that_of_torch() -> None:
-    # CPU seconds, as other work does not show in them, against torch's own in the same process, as
-    # machines differ. A collection walks torch's objects, whenever it comes: none of ours.
+    # CPU seconds, because other load does not affect them, relative to torch's in the same process,
+    # because machines differ. Garbage collection is off because it would visit torch's objects.
     code = (
         "import gc, time; gc.disable(); start = time.process_time(); import torch; middle = "
         "time.process_time(); import deepseek_zero; print((time.process_time() - middle) / (middle "

@@ -1,9 +1,9 @@
 """Figures in pages are those of the tables that they cite (benchmarks/results).
 
-A figure in the text of a link is in the linked file.  Other figures of a sentence are in the file
-of the next link, or in that of the last one.  Figures in a page's table are in the files that its
-section cites.  A figure may be rounded, and a ratio may stand as a percentage (1.26 as 26 %, 0.96
-as 96 %); it may be of thousands (MiB of GiB, ms of s).
+A figure in the text of a link is in the linked file. Other figures of a sentence are in the file of
+the next link, or in that of the last one. Figures in a page's table are in the files that its
+section cites. A figure may be rounded, a ratio may be given as a percentage (1.26 as 26 %, 0.96 as
+96 %), and units may differ by a thousand (MiB and GiB, ms and s).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SENTENCE_END = re.compile(r"(?<=[.;:])\s+(?=[A-Z\"`\[(!*])")
 
 
 def figures(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield (number, is a percentage) of a text, without those in code."""
+    """Yield (number, whether it is a percentage) of a text outside code spans."""
     for found in NUMBER.finditer(re.sub(r"`[^`]*`", " ", text)):
         yield found["number"].replace(",", ""), bool(found["percent"])
 
 
 def values_of(path: Path) -> list[float]:
-    """All numbers of a file of results."""
+    """Return all numbers in a file of results."""
     return [
         float(found["number"].replace(",", ""))
         for found in NUMBER.finditer(path.read_text(encoding="utf-8"))
@@ -54,7 +54,7 @@ def is_among(number: str, is_percentage: bool, values: list[float]) -> bool:
 
 
 def wrong_figures(page: Path) -> list[str]:
-    """The figures of a page that no table has which it cites for them."""
+    """Return the figures of a page that no cited table contains."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     found = []
     for section in re.split(r"^(?=#{1,4} )", text, flags=re.MULTILINE):
@@ -99,7 +99,7 @@ def _wrong_in_sentence(sentence: str, page: Path) -> list[str]:
 
 
 def _wrong_in_table(table: str, values: list[float]) -> list[str]:
-    """Look at the cells that begin with a figure; a power of two is a setting."""
+    """Return wrong figures in cells that begin with a figure; powers of two count as settings."""
     found = []
     for row in table.splitlines():
         for cell in row.strip("|").split("|")[1:]:

@@ -1,8 +1,7 @@
-"""Every change that a checkpoint, an export or a conversion makes to a disk passes
-checkpoint/files.py.
+"""Checkpoints, exports and conversions change the disk only through checkpoint/files.py.
 
-tests/crash.py records that file's verbs and replays any prefix of them: what passes it by is never
-tested.
+tests/crash.py records the functions of that file and replays any prefix of the calls. It would miss
+a change that bypasses the file.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ WATCHED = [
     PACKAGE / "compat" / "deepspeed" / "zero_to_fp32.py",
     PACKAGE / "cli" / "checkpoint_pages.py",
 ]
-# Calls that change a disk, whatever they are called on; a name of files.py's own is called as
-# `files.<name>`.
+# Calls that change a disk, on any object. Functions of files.py are called as `files.<name>`.
 VERBS = frozenset(
     "rename replace renames unlink remove removedirs rmdir rmtree mkdir makedirs mkstemp mkdtemp "
     "NamedTemporaryFile TemporaryFile TemporaryDirectory touch chmod lchmod chown symlink_to "
@@ -32,13 +30,13 @@ VERBS = frozenset(
     "copyfile copytree copyfileobj move save_file posix_fallocate fsync fdatasync sync".split()
 )
 READING = ("r", "rb", "rt")
-ALLOWED = {  # (file, call): why
+ALLOWED = {  # (file, call): reason
     ("zero_to_fp32.py", "tempfile.mkdtemp"): "of the process alone, gone with it",
 }
 
 
 def bypasses(tree: ast.AST, file: str) -> Iterator[str]:
-    """Calls in a file that change a disk and are not of files.py."""
+    """Yield the calls in a file that change a disk without files.py."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
@@ -66,14 +64,15 @@ def _changes_a_disk(node: ast.Call, name: str) -> bool:
             for flag in ("O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND")
         )
     if verb == "save" and owner == "torch":
-        # Of files.new_file
+        # the argument of files.new_file
         return not (len(node.args) > 1 and ast.unparse(node.args[1]) == "stream")
     return bool(owner) and verb in VERBS and not _is_of_a_value(node, owner, verb)
 
 
 def _is_of_a_value(node: ast.Call, owner: str, verb: str) -> bool:
-    """`text.replace(a, b)` and `replace(value, field=...)` have two arguments, or keywords; of a
-    path it has one.
+    """Return whether the call is str.replace or dataclasses.replace.
+
+    They have two arguments or keywords; Path.replace has one argument.
     """
     return (
         verb == "replace"

@@ -1,5 +1,5 @@
-"""The layers of pyproject.toml hold, no imports form a ring, and the checks would notice if it were
-not so.
+"""The import layers of pyproject.toml hold and no imports are circular; the checks detect
+violations.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     ],
 )
 def test_a_circular_import_is_detected(tmp_path: Path, line: str) -> None:
-    """Two files of a room, and a page of imports above them, with one import too many in the lower
-    one.
+    """A circular import between two files of a package is detected.
+
+    The lower one of the two files has one import too many.
     """
     package = tmp_path / "deepseek_zero"
     (package / "base").mkdir(parents=True)
@@ -87,8 +88,9 @@ def test_a_circular_import_is_detected(tmp_path: Path, line: str) -> None:
 
 
 def import_graph(package: Path) -> dict[str, set[str]]:
-    """Map every file of a package to those it imports, by dotted name; also for type checkers and
-    in functions.
+    """Map every file of a package to the files it imports, by dotted name.
+
+    Imports for type checkers and in functions count.
     """
     paths = {_dotted(package, path): path for path in package.rglob("*.py")}
     graph = {}
@@ -100,8 +102,9 @@ def import_graph(package: Path) -> dict[str, set[str]]:
 
 
 def first_ring(graph: dict[str, set[str]]) -> list[str]:
-    """The files of one ring, in the order of their imports, the first one again at the end; none
-    without a ring.
+    """Return the files of a circular import in order, with the first one repeated at the end.
+
+    The list is empty if there is none.
     """
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -116,8 +119,9 @@ def _dotted(package: Path, path: Path) -> str:
 
 
 def _imported(tree: ast.AST, room: str, known: set[str]) -> Iterator[str]:
-    """Yield the files that a file in `room` imports: of `from a import b` the file a.b where it is
-    one, else a.
+    """Yield the files that a file in the package `room` imports.
+
+    `from a import b` imports the file a.b if it exists, else a.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -132,7 +136,7 @@ def _imported(tree: ast.AST, room: str, known: set[str]) -> Iterator[str]:
 
 
 def _lint(source: Path) -> subprocess.CompletedProcess[str]:
-    """Run import-linter on the package under `source` with the project's own contracts."""
+    """Run import-linter on the package below `source` with the project's contracts."""
     command = [
         str(Path(sys.executable).with_name("lint-imports")),
         "--no-cache",

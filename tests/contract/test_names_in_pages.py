@@ -1,8 +1,6 @@
-"""Every name between backticks in the pages exists: a class, a field, a file, a key, a command, a
-name of torch's.
+"""Every name in backticks in the pages exists: classes, fields, files, keys, commands, torch names.
 
-A name that is gone is written without backticks: then a reader knows that there is nothing to look
-up.
+A removed name is written without backticks, which shows readers that it cannot be looked up.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ ABBREVIATIONS = {
     "cudnn": "torch.backends.cudnn",
     "optim": "torch.optim",
 }
-# Commands of the system and of schedulers: no package that this test could ask has them.
+# Commands of the system and of schedulers, which no installed package provides.
 COMMANDS = {
     "python",
     "python3",
@@ -62,7 +60,7 @@ COMMANDS = {
     "make",
 }
 SUBCOMMANDS = {"run", "checkpoint", "convert", "doctor", "exec"}
-# Names of the C library, of the loader and of other packages, for which nothing here can be asked.
+# Names of the C library, of the loader and of other packages, which cannot be checked here.
 ELSEWHERE = {
     "malloc": "the C library's",
     "mincore": "the kernel's",
@@ -83,19 +81,20 @@ ELSEWHERE = {
 
 @dataclass
 class House:
-    """Every name of the house, read from its sources without importing them."""
+    """Every name in the repository, read from the sources without importing them."""
 
-    # Of a class, or of a module
+    # by class or module
     members: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     bases: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    # Whatever is defined, as a field, a parameter or a constant too
+    # everything defined, including fields, parameters and constants
     names: set[str] = field(default_factory=set)
-    used: set[str] = field(default_factory=set)  # attributes, keywords, imports: others' names too
-    # String constants of src/ but for docstrings: keys, options, values
+    # attributes, keywords and imports, including names of other packages
+    used: set[str] = field(default_factory=set)
+    # String constants of src/ except docstrings: keys, options, values.
     words: set[str] = field(default_factory=set)
 
     def read(self, path: Path, *, is_source: bool) -> None:
-        """Add the names of one file; of `src/` also the attributes and the strings that it uses."""
+        """Add the names of one file; for `src/` also the attributes and strings that it uses."""
         tree = ast.parse(path.read_text(encoding="utf-8"))
         self.names |= {path.stem, *path.relative_to(ROOT).parts[:-1]}
         module = path.parent.name if path.stem == "__init__" else path.stem
@@ -121,8 +120,8 @@ class House:
                 self.words |= {node.value, *re.split(r"[^\w-]+", node.value)}
 
     def _define(self, body: ast.Module | ast.ClassDef | ast.FunctionDef, owner: str) -> None:
-        """Add what `body` defines to the members of `owner`, and go into its classes and
-        functions.
+        """Add the names that `body` defines to the members of `owner`, and visit nested
+        definitions.
         """
         for node in ast.walk(body) if isinstance(body, ast.FunctionDef) else _statements(body):
             for name in _bound(node, in_method=isinstance(body, ast.FunctionDef)):
@@ -139,9 +138,7 @@ class House:
                 self._define(node, owner)
 
     def has(self, owner: str, name: str) -> bool:
-        """Whether `name` is a member of a class or a module of the house, or of what the class
-        inherits from.
-        """
+        """Return whether `name` is a member of a class or module, or of a base of the class."""
         bases = [base for base in self.bases.get(owner, ()) if base.rpartition(".")[2] != owner]
         return name in self.members.get(owner, ()) or any(
             self.has(base.rpartition(".")[2], name) or _torch_has(base, name) for base in bases
@@ -149,7 +146,7 @@ class House:
 
 
 def _statements(body: ast.Module | ast.ClassDef) -> list[ast.stmt]:
-    """Return the statements of a module or a class, those under an `if` or a `try` included."""
+    """Return the statements of a module or class, including those in `if` and `try` blocks."""
     found, left = [], list(body.body)
     while left:
         node = left.pop()
@@ -184,7 +181,7 @@ def _bound(node: ast.AST, *, in_method: bool) -> list[str]:
 
 @cache
 def house() -> House:
-    """Read the house once."""
+    """Read the repository once."""
     found = House()
     for folder in ("src", "tests", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -195,9 +192,7 @@ def house() -> House:
 
 @cache
 def public_names() -> set[str]:
-    """Return the names that the package exports; it imports most of them when they are first
-    used.
-    """
+    """Return the exported names of the package, most of which it imports lazily."""
     return set(
         (ROOT / "tests" / "contract" / "public_names.txt").read_text(encoding="utf-8").split()
     )
@@ -205,8 +200,8 @@ def public_names() -> set[str]:
 
 @cache
 def files() -> set[str]:
-    """Return every file and folder of the repository, as a path from its root with a slash before
-    it.
+    """Return every file and folder of the repository as a path from its root with a leading
+    slash.
     """
     folders = ("src", "tests", "benchmarks", "examples", "docs", "scripts")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(
@@ -216,9 +211,7 @@ def files() -> set[str]:
 
 
 def _torch_has(path: str, name: str = "") -> bool:
-    """Whether a dotted path, with `name` behind it, is a name of torch's or of the standard
-    library.
-    """
+    """Return whether `path.name` exists in torch or in the standard library."""
     root, *rest = [*path.split("."), *([name] if name else [])]
     if root[0].isupper():
         found: Any = (
@@ -242,13 +235,13 @@ def _torch_has(path: str, name: str = "") -> bool:
 
 
 def missing_in(span: str) -> list[str]:
-    """Return the names of one text between backticks that do not exist."""
+    """Return the names in one backtick span that do not exist."""
     span = " ".join(span.split())
     if is_known(span):
         return []
     if span.startswith("-") or "deepseek-zero" in span or span.split()[0] in COMMANDS | SUBCOMMANDS:
         run = {f"--{each.name.replace('_', '-')}" for each in fields(RunOptions)}
-        words = house().words | run | {"--help", "--install-completion"}  # typer adds the two
+        words = house().words | run | {"--help", "--install-completion"}  # typer adds these two
         return [
             option
             for option in re.findall(r"--[\w-]+", span)
@@ -260,9 +253,7 @@ def missing_in(span: str) -> list[str]:
 
 
 def _names_of_code(code: str) -> list[str]:
-    """Return the dotted names of a piece of code, without its strings, its numbers and the names
-    that it binds.
-    """
+    """Return the dotted names in code without strings, numbers and names that the code binds."""
     bare = re.sub(r"\"[^\"]*\"|'[^']*'", "", code)
     bound = set(re.findall(r"\bfor (\w+) in", bare)) | {"self"}
     names = re.findall(r"(?<![\w.])[A-Za-z_]\w*(?:\.\w+)*", bare)
@@ -270,7 +261,7 @@ def _names_of_code(code: str) -> list[str]:
 
 
 def is_known(name: str) -> bool:
-    """Whether a text is one name, and that name exists."""
+    """Return whether a text is a single name that exists."""
     found = house()
     name = name.removesuffix("()").removesuffix("/")
     last = re.sub(r"\d+$", "", name.rpartition("/")[2])
@@ -288,14 +279,14 @@ def is_known(name: str) -> bool:
             fnmatch.filter([*found.names, *found.words, *dir(torch)], name.rpartition(".")[2])
         )
     if "/" in name or re.search(r"\.(py|md|sh|json|toml)$", name):
-        file, _, member = name.rpartition(".")  # base/memory.keep_freed_memory
+        file, _, member = name.rpartition(".")  # for example base/memory.keep_freed_memory
         return _is_file(name) or (_is_file(f"{file}.py") and found.has(Path(file).name, member))
     first, *rest = name.lstrip(".").split(".")
     return _is_dotted_name(first, rest) if rest else _is_one_name(first)
 
 
 def _is_one_name(name: str) -> bool:
-    """Whether a name without a dot exists: here, in Python, in torch, or as an installed
+    """Return whether an undotted name exists here, in Python or torch, or as an installed
     package.
     """
     owners = (builtins, torch, nn, torch.Tensor, nn.Module, torch.optim, torch.optim.Optimizer)
@@ -308,8 +299,8 @@ def _is_one_name(name: str) -> bool:
 
 
 def _is_dotted_name(first: str, rest: list[str]) -> bool:
-    """Whether `first.rest` exists: of a class of the house, of one of its modules, of torch, or of
-    an object.
+    """Return whether `first.rest` exists in a class or module of the package, in torch or in an
+    object.
     """
     found = house()
     if first == "deepseek_zero":
@@ -336,12 +327,12 @@ def _is_dotted_name(first: str, rest: list[str]) -> bool:
 
 
 def _is_file(name: str) -> bool:
-    """Whether a file or a folder of the repository has these last parts."""
+    """Return whether the path of a file or folder of the repository ends with this name."""
     return any(path.endswith(f"/{name}") for path in files())
 
 
 def spans_of(text: str) -> list[str]:
-    """Return every text between single backticks, fenced blocks left out."""
+    """Return every text in single backticks outside fenced blocks."""
     return re.findall(r"`([^`]+)`", re.sub(r"^\s*```.*?^\s*```", "", text, flags=re.S | re.M))
 
 
@@ -352,7 +343,7 @@ def test_every_name_between_backticks_exists(page: str) -> None:
 
 
 def test_no_source_names_a_file_that_is_not_there() -> None:
-    programs = {"script.py", "train.py"}  # the user's, in examples of commands
+    programs = {"script.py", "train.py"}  # programs of the user in example commands
     named = {
         (str(path.relative_to(ROOT)), name)
         for path in PACKAGE.rglob("*.py")

@@ -1,7 +1,6 @@
-"""Ranks tell each other rows of bytes, texts and tensors: nothing that arrives is unpickled, so
-nobody can have it run.
+"""Ranks exchange bytes, texts and tensors; received data is never unpickled, so it cannot run code.
 
-The one unpickler is torch's with an allow-list, which reads files of torch.save
+The only unpickler is torch's with an allow-list, which reads files of torch.save
 (`weights_only=True`).
 """
 
@@ -32,7 +31,7 @@ MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "sh
 
 
 def _offences(tree: ast.Module) -> Iterator[str]:
-    """Yield what unpickles or would have others unpickle: a use, not a name in a table."""
+    """Yield code that unpickles or makes another package unpickle; names in tables do not count."""
     modules = {"pickle"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -86,7 +85,7 @@ def test_the_search_finds_uses_and_ignores_names(source: str, is_found: bool) ->
 
 
 class Mpu:
-    """Two ranks that see different batches."""
+    """Two data-parallel ranks."""
 
     def get_data_parallel_world_size(self) -> int:
         return 2

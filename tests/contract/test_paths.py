@@ -1,5 +1,6 @@
-"""No file names a path of one machine; src/ touches no FSDP, and torch's private names in one
-guarded file only.
+"""No file contains a machine-specific path, and src/ imports neither FSDP nor private torch names.
+
+One guarded file may use private names of torch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "deepseek_zero"
-# With tests of the names: test_device.py
+# test_device.py tests that these names exist
 MAY_TOUCH_PRIVATE_TORCH = {"base/device.py"}
-# Says nothing about one machine
+# paths that exist on every machine
 EVERYWHERE = {Path("/"), Path("/tmp"), Path("/home"), Path("/srv"), Path("/opt")}
 
 
@@ -92,10 +93,10 @@ def test_torch_names_are_found_under_their_aliases(source: str, names: set[str])
 
 
 def _private_torch_names(tree: ast.Module) -> list[str]:
-    """Names with one leading underscore that are torch's: under `torch`, or of objects that torch
-    makes.
+    """Return torch's names with one leading underscore, in `torch` or on objects that torch
+    creates.
 
-    A file may have the same name for something of its own; then it is taken for that.
+    If the file also defines the name, it is taken for the file's.
     """
     defined = {
         node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
@@ -121,9 +122,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
-    """What a statement gives a value that it need not have had before: x in `x = 1`, not in `x +=
-    1`.
-    """
+    """Return the targets of a plain assignment: x in `x = 1`, but not in `x += 1`."""
     if isinstance(node, ast.AnnAssign):
         return [node.target]
     if isinstance(node, ast.Assign):
@@ -155,7 +154,7 @@ def _private_names_of_torchs_objects() -> frozenset[str]:
 
 
 def _files() -> list[Path]:
-    """What git tracks or would track."""
+    """Return the files that git tracks or would track."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.check_output(command, cwd=ROOT, text=True)
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
@@ -172,9 +171,7 @@ def _torch_names_of_src() -> Iterator[tuple[str, str]]:
 
 
 def _torch_names(tree: ast.Module) -> Iterator[str]:
-    """Every dotted name under torch that a module imports or reads, with its own aliases
-    resolved.
-    """
+    """Yield every dotted torch name that a module imports or reads, with aliases resolved."""
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,6 +1,4 @@
-"""What goes wrong where ranks share a model, and the tests that see it; the tests that are named
-here exist.
-"""
+"""A list of pitfalls for ranks that share a model, with the tests for each; these tests exist."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
-# number -> (what goes wrong, file of tests: the tests of it that see it)
+# number -> (the pitfall, {test file: names of its tests})
 PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
     1: (
         "a sum is taken of a contiguous copy, and lost",
@@ -180,7 +178,7 @@ PITFALLS: dict[int, tuple[str, dict[str, tuple[str, ...]]]] = {
 
 @cache
 def names_in(path: str) -> set[str]:
-    """The test functions of one file."""
+    """Return the names of the test functions in one file."""
     tree = ast.parse((TESTS / path).read_text())
     return {
         node.name

@@ -1,6 +1,6 @@
 """The reading order of ARCHITECTURE.md has every file that a plain step enters.
 
-The few other files that it enters are named here, with the reason why a reader may skip them.
+This test lists the few exceptions with the reason why a reader may skip them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def entered_files() -> Iterator[set[str]]:
 def entered() -> Iterator[set[str]]:
     """Return the files that plain steps of all stages enter.
 
-    Engines that other tests left in this process would add a check of several engines.
+    Other engines in this process would add a check for multiple engines, so they are hidden.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_factor, "_FACTORS", WeakSet())

@@ -1,8 +1,7 @@
-"""Programs written for DeepSpeed save a model by any of its calls, at every stage, under the name
-`deepspeed`.
+"""Programs for DeepSpeed save a model with any of its calls, at every stage, through the drop-in.
 
-Each case is a function that every rank calls, as a real program does.  Afterwards the folder has
-the whole model, and the ranks are still in step.
+Each case is a function that every rank calls, as a real program does. Afterwards the folder has the
+whole model, and the ranks are still in step.
 """
 
 from __future__ import annotations
@@ -72,13 +71,13 @@ def load_safetensors(path: Path) -> Loaded:
 
 
 def whole_checkpoint(engine: Any, folder: Path) -> Loaded:
-    """accelerate's save_state, the Trainer: one folder for all ranks."""
+    """accelerate's save_state and the Trainer: one folder for all ranks."""
     engine.save_checkpoint(folder)
     return get_fp32_state_dict_from_zero_checkpoint(folder)
 
 
 def own_folders(engine: Any, folder: Path) -> Loaded:
-    """Ray Train: each rank saves into its own folder, and the folders are merged."""
+    """Ray Train: each rank saves into a separate folder, and the folders are merged."""
     own = folder / f"own {dist.get_rank()}"
     engine.save_checkpoint(own)
     dist.barrier()
@@ -91,13 +90,13 @@ def own_folders(engine: Any, folder: Path) -> Loaded:
 
 
 def model_file(engine: Any, folder: Path) -> Loaded:
-    """The Trainer's save_model, without accelerate."""
+    """The Trainer's save_model without accelerate."""
     assert engine.save_16bit_model(folder, "model.bin")
     return torch.load(folder / "model.bin", weights_only=True)
 
 
 def consolidated_on_first(engine: Any, folder: Path) -> Loaded:
-    """accelerate's get_state_dict, and a save on rank 0 with it."""
+    """accelerate's get_state_dict, followed by a save on rank 0."""
     whole = engine._zero3_consolidated_16bit_state_dict()
     if is_first():
         engine.module.save_pretrained(folder, state_dict=whole)
@@ -108,9 +107,7 @@ def consolidated_on_first(engine: Any, folder: Path) -> Loaded:
 
 
 def save_pretrained_on_all(engine: Any, folder: Path) -> Loaded:
-    """accelerate's example: `save_pretrained` on all ranks, with a state dict on rank 0 and None on
-    the others.
-    """
+    """accelerate's example: `save_pretrained` on all ranks, with a state dict only on rank 0."""
     whole = engine._zero3_consolidated_16bit_state_dict()
     engine.module.save_pretrained(folder, is_main_process=is_first(), state_dict=whole)
     dist.barrier()
@@ -118,9 +115,7 @@ def save_pretrained_on_all(engine: Any, folder: Path) -> Loaded:
 
 
 def names_on_first(engine: Any, folder: Path) -> Loaded:
-    """OpenRLHF: gather parameter by parameter, compare with the keys of a state dict that only rank
-    0 takes.
-    """
+    """OpenRLHF: gather each parameter and compare with the keys of rank 0's state dict."""
     whole = {}
     for name, param in engine.module.named_parameters():
         with deepseek_zero.zero.GatheredParameters([param]):
@@ -134,8 +129,8 @@ def names_on_first(engine: Any, folder: Path) -> Loaded:
 
 
 def local_file_first(engine: Any, folder: Path) -> Loaded:
-    """DeepSpeed-Chat: rank 0 writes its local state dict, and the whole one over it, if the stage
-    is 3.
+    """DeepSpeed-Chat: rank 0 writes its local state dict and, at stage 3, replaces it with the
+    whole one.
     """
     if is_first():
         torch.save(engine.module.state_dict(), folder / "model.pt")
@@ -151,7 +146,7 @@ def local_file_first(engine: Any, folder: Path) -> Loaded:
 
 
 def gathered_module(engine: Any, folder: Path) -> Loaded:
-    """TRL's unwrapped model: all parameters gathered on all ranks, a state dict on rank 0."""
+    """TRL's unwrapped model: gather all parameters on all ranks and take a state dict on rank 0."""
     with deepseek_zero.zero.GatheredParameters(list(engine.module.parameters())):
         if is_first():
             torch.save(engine.module.state_dict(), folder / "model.pt")
@@ -160,12 +155,12 @@ def gathered_module(engine: Any, folder: Path) -> Loaded:
 
 
 def engine_state_dict(engine: Any, folder: Path) -> Loaded:
-    """`engine.state_dict()` on all ranks, with the engine's own prefix."""
+    """`engine.state_dict()` on all ranks, which has the engine's prefix."""
     return {name.removeprefix("module."): value for name, value in engine.state_dict().items()}
 
 
 def on_last_rank(engine: Any, folder: Path) -> Loaded:
-    """A state dict on only the last rank, for its buffers; then the whole one on all ranks."""
+    """A state dict only on the last rank, for its buffers, then the whole one on all ranks."""
     if dist.get_rank() == dist.get_world_size() - 1:
         assert list(engine.module.state_dict()) == list(engine.module_state_dict_names)
     return engine.module_state_dict()
@@ -207,7 +202,7 @@ def test_a_save_writes_the_whole_model_and_ranks_stay_synchronized(
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.ranks(2)
 def test_the_state_dict_of_a_pipeline_that_the_configuration_makes_is_whole(stage: int) -> None:
-    """accelerate takes it on all ranks, and saves rank 0's."""
+    """accelerate calls it on all ranks and saves the result of rank 0."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dialect, "is_dropin_imported", lambda: True)
         engine = start(stage, 2, pipeline={"stages": 2})

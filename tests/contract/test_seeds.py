@@ -1,8 +1,8 @@
-"""The examples seed_000, 001 and 002 are the articles' programs: every line that differs has a
-stated reason.
-
-`pytest -s tests/contract/test_seeds.py` prints the three differences, each changed line under its
+"""The examples seed_000, 001 and 002 are the articles' programs, and every changed line has a
 reason.
+
+`pytest -s tests/contract/test_seeds.py` prints the three differences, with the changed lines
+grouped by reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REASONS = {
     r"|(optimizer|lr_scheduler) = torch\..*",
     "missing dataset": r"from (digits|torch\.utils\.data) import .*"
     r"|(digits|sampler|dataloader) = .*|inputs, labels = \(tensor.*in batch\)",
-    "JSON words in Python": r"(?!)",  # found by translating, see _translated
+    "JSON words in Python": r"(?!)",  # found by translation, see `_translated`
     "CUDA-only calls": r"torch\.cuda\.set_device\(local_rank\)|cuda = .*|device = .*"
     r"|model = model\.to\(\w+\)|inputs, labels = data\[0\]\.to\(\w+\), data\[1\]\.to\(\w+\)",
     "fp16 needs a GPU to be fast": r'"enabled": (true|cuda),',
@@ -53,8 +53,8 @@ REASONS = {
 
 
 def changes(article: str, program: str) -> list[tuple[str, str]]:
-    """(sign, line) of every line that differs; indentation, blank lines and the docstring do not
-    count.
+    """Return (sign, line) of every changed line, ignoring indentation, blank lines and the
+    docstring.
     """
     return [
         (line[0], line[1:])
@@ -70,12 +70,12 @@ def _lines(source: str) -> list[str]:
 
 
 def _translated(line: str) -> str:
-    """A line of JSON as Python."""
+    """Return a line of JSON as Python."""
     return re.sub(r"\s*//", " #", re.sub(r"\btrue\b", "True", line))
 
 
 def reasons(changed: list[tuple[str, str]]) -> list[str | None]:
-    """The reason of each changed line; None where there is none."""
+    """Return the reason of each changed line, or None if there is none."""
     removed, added = ({line for sign, line in changed if sign == which} for which in "-+")
     json_words = {
         line for line in removed if _translated(line) != line and _translated(line) in added
@@ -93,13 +93,13 @@ def _matching(line: str) -> str | None:
 
 
 def difference(number: str) -> list[tuple[str, str]]:
-    """What differs between a seed's article and our example."""
+    """Return the differences between a seed's article and our example."""
     article, program = SEEDS / f"{number}.txt", ROOT / "examples" / f"seed_{number}.py"
     return changes(article.read_text(encoding="utf-8"), program.read_text(encoding="utf-8"))
 
 
 def report(number: str) -> str:
-    """The difference as text, each changed line under its reason."""
+    """Return the difference as text, with the changed lines grouped by reason."""
     changed = difference(number)
     found = reasons(changed)
     text = [f"seed {number} -> examples/seed_{number}.py"]

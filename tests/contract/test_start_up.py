@@ -1,4 +1,6 @@
-"""`initialize` imports what a run needs: every module costs start-up time in every process."""
+"""`initialize` imports only what a run needs, because each module adds to every process's
+start-up.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""In the rooms that change states, a state is set by its one setter, and looking at a property does
-nothing.
+"""In packages with state machines, only one setter changes a state, and properties have no effects.
 
-A property may be read by a debugger, a log line or `repr`, at any time and on one rank alone: it
-waits for nothing, reads no disk, runs no update and asks no other rank.
+A debugger, a log line or `repr` may read a property at any time and on a single rank. A property
+therefore never waits, reads a disk, runs an update or communicates.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ FILES = [
     for room in ("sharding", "optim", "tiers")
     for path in sorted((PACKAGE / room).glob("*.py"))
 ]
-# What waits, moves bytes, runs updates, or takes other ranks to take part.
+# Calls that wait, copy data, run updates or communicate.
 VERBS = frozenset(
     "wait wait_for_copy wait_for_reduce wait_for_unshard wait_until_read wait_stream synchronize "
     "barrier barrier_begin barrier_end fetch load load_states load_values elements read read_now "
@@ -29,20 +28,18 @@ VERBS = frozenset(
     "all_gather_text all_reduce exchange scatter broadcast agree open_comm Comm current_mesh "
     "refresh result sleep pread preadv pwrite pwritev open".split()
 )
-ALLOWED = {  # (class, property): why
+ALLOWED = {  # (class, property): reason
     ("ShardedOptimizer", "state"): "torch's name, for users; what we call is load_states",
 }
-# attribute: the method that alone may set it, after __init__; private if only its class calls it
+# Attribute: the only method that may set it after __init__. Private if only its class calls it.
 SETTERS = {"_state": "enter", "_phase": "enter"}
-CHUNK_STATE = ("disk.py", "state", "enter")  # the one state whose attribute is public
+CHUNK_STATE = ("disk.py", "state", "enter")  # the only state with a public attribute
 
 
 def acting_properties(
     tree: ast.AST, allowed: frozenset[tuple[str, str]] = frozenset()
 ) -> Iterator[str]:
-    """Name the properties that call a verb, themselves or through methods and properties of their
-    own class.
-    """
+    """Yield the properties that call a verb directly or through other members of their class."""
     for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         own = {
             each.name: each
@@ -93,7 +90,7 @@ def _verbs(
 
 
 def raw_assignments(tree: ast.AST, setters: dict[str, str]) -> Iterator[str]:
-    """Name the places that set a state past its setter."""
+    """Yield the assignments that set a state without its setter."""
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for node in ast.walk(function):
             targets = node.targets if isinstance(node, ast.Assign) else []
@@ -129,8 +126,9 @@ def test_allowed_names_exist() -> None:
 
 
 def test_properties_that_act_are_found() -> None:
-    """`storage` is what FlatBuffer had, `state` what an optimizer has; one acts through a method,
-    one through another property.
+    """Properties that act through a method or through another property are found.
+
+    `storage` is modeled on an old property of FlatBuffer, `state` on one of optimizers.
     """
     source = """
 class FlatBuffer:

@@ -1,4 +1,6 @@
-"""Texts of the library speak in its own name, and a misspelt name is answered with the near one."""
+"""Messages name this library and not DeepSpeed, and errors about a misspelt name suggest the
+correct one.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ import deepseek_zero
 from deepseek_zero.base.given import NoSuchNameError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "src" / "deepseek_zero"
-# DeepSpeed as the speaker, and calls under its name: whoever imports deepseek_zero has called
-# neither.
+# Messages with DeepSpeed as the subject, and its calls, are wrong for users who import
+# deepseek_zero.
 FOREIGN = re.compile(
     r"^(DeepSpeed (requires|does not|can ?not|only|expects|needs)\b|Not sure how)"
     r"|\bin DeepSpeed config\b"
@@ -27,7 +29,7 @@ SAYS = re.compile(r"(Error|refuse|log_once|log_first|warning|info|error|add|warn
 
 
 def foreign_texts(tree: ast.AST) -> list[str]:
-    """Texts of errors and log lines in a file that speak as DeepSpeed."""
+    """Return the error and log messages in a file that name DeepSpeed as the subject."""
     found = []
     constants = {}
     for node in ast.walk(tree):

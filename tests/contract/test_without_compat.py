@@ -1,4 +1,4 @@
-"""The package `compat` is needed only for the name `deepspeed`: a copy without it trains."""
+"""The package `compat` is needed only for the drop-in: a copy without it trains."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ print("imported")
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a copy of the package without `compat`."""
+    """Return a folder with a copy of the package without `compat`."""
     folder = tmp_path_factory.mktemp("core")
     ignored = shutil.ignore_patterns("__pycache__", "compat")
     shutil.copytree(PACKAGE, folder / "deepseek_zero", ignore=ignored)
@@ -121,7 +121,7 @@ def test_an_import_of_compat_is_noticed(line: str) -> None:
 
 
 def references(text: str, packages: Sequence[str] = ("compat",)) -> Iterator[int]:
-    """Yield the lines that import one of some packages, or have it in a string with a dot."""
+    """Yield the lines that import one of the packages or name it in a dotted string."""
     tree = ast.parse(text)
     prose = {
         id(node.value)
@@ -157,7 +157,7 @@ def test_a_copy_without_it_trains_on_two_ranks(copy: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_most_unit_and_rank_tests_pass_with_a_copy_without_it(copy: Path) -> None:
-    """At least 80 % of the tests import nothing of `compat`, and pass in the copy."""
+    """At least 80 % of the tests do not import `compat`, and they pass in the copy."""
     folders = [ROOT / "tests" / "unit", ROOT / "tests" / "ranks"]
     files = [path for folder in folders for path in sorted(folder.rglob("test_*.py"))]
     chosen = [path for path in files if not needs_compat(path.read_text())]
@@ -171,17 +171,17 @@ def test_most_unit_and_rank_tests_pass_with_a_copy_without_it(copy: Path) -> Non
 
 
 def needs_compat(text: str) -> bool:
-    """Whether a test imports `compat`, or the name `deepspeed`."""
+    """Return whether a test imports `compat` or `deepspeed`."""
     return "as_deepspeed" in text or any(references(text, ("compat", "deepspeed")))
 
 
 def number_before(word: str, said: str) -> int:
-    """The number before a word in the last line of pytest's output."""
+    """Return the number before a word in the last line of pytest's output."""
     return int(re.findall(rf"(\d+) ?(?:{word})", said.strip().splitlines()[-1])[0])
 
 
 def python(copy: Path, *arguments: str, cwd: Path | None = None, seconds: int = 120) -> str:
-    """Run Python with the copy of the package, and return its standard output."""
+    """Run Python with the copy of the package and return its standard output."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd or copy,
