@@ -1,16 +1,16 @@
-"""Writes the checkpoints beside this file, one for each layout and kind of state, and what a run
-makes of them.
+"""Write the checkpoints in this folder, one for each layout and kind of state, with expected
+results.
 
     python tests/data/checkpoints/make.py [folder] [case ...]
 
-Commit bcf5641 wrote what is committed (torch 2.13, CPU).  Never write it again with newer code: the
-files show that checkpoints of that commit still load.  A new layout gets a new case, written by the
+Commit bcf5641 wrote the committed files (torch 2.13, CPU). Never write them again with newer code:
+they show that checkpoints of that commit still load. A new layout gets a new case, written by the
 commit that introduces it.
 
-Each case trains `saved_after` steps, saves, and trains on without an interruption.  A case is one
-zip file: the folder that was saved, `expected.json` (digests of weights and moments at the save,
-losses of the steps after it by rank, and the machine that computed them) and `final.safetensors`
-(the weights after those steps).
+Each case trains `saved_after` steps, saves, and continues to train. A case is one zip file: the
+saved folder, `expected.json` (digests of weights and moments at the save, losses of the later steps
+by rank, and the machine that computed them) and `final.safetensors` (the weights after those
+steps).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ WIDTH = 24  # a block has 1,200 elements, more than one slice
 
 
 class Fade(torch.autograd.Function):
-    """Returns its input; multiplies the gradient by a factor."""
+    """An identity in forward that scales the gradient by a factor."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
@@ -74,10 +74,10 @@ class Fade(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """A feed-forward layer with a residual; its names are those that "tp" splits.
+    """A feed-forward layer with a residual connection, with names that "tp" splits.
 
-    drop: the probability of dropping an activation, by torch's default generator.  fade: the factor
-    by which gradients inside the block are smaller, so that fp16 loses them.
+    drop: dropout probability with torch's default generator. fade: the factor by which gradients
+    inside the block are smaller, so that they underflow in fp16.
     """
 
     def __init__(self, drop: float, fade: float) -> None:
@@ -111,7 +111,7 @@ class Running(nn.Module):
 
 
 class Little(nn.Module):
-    """Repeated blocks, a running statistic, a tied and a frozen parameter.  Returns its loss."""
+    """Repeated blocks, a running statistic, a tied and a frozen parameter; returns its loss."""
 
     def __init__(self, blocks: int = 1, drop: float = 0.0, fade: float = 1.0) -> None:
         super().__init__()
@@ -142,10 +142,13 @@ class Little(nn.Module):
 class Case:
     """One checkpoint.
 
-    top: keys of the configuration.  zero: keys of its section zero_optimization.  model: arguments
-    of `Little`.  save:
-    arguments of `save_checkpoint`.  uses: "groups" (two parameter groups), "loader" (the engine's
-    data loader) or "layers" (a PipelineModule).
+    Attributes:
+        top: Top-level keys of the configuration.
+        zero: Keys of its section zero_optimization.
+        model: Arguments of `Little`.
+        save: Arguments of `save_checkpoint`.
+        uses: "groups" (two parameter groups), "loader" (the engine's data loader) or "layers" (a
+            PipelineModule).
     """
 
     stage: int
@@ -192,7 +195,7 @@ def _codes(**gradients: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, Case] = {
-    # our own layout ("slices"): stages, world sizes, number formats
+    # our layout ("slices"): stages, world sizes, dtypes
     "stage0": Case(0, model={"drop": 0.2}),
     "stage1": Case(1),
     "stage2": Case(2),
@@ -211,7 +214,7 @@ CASES: dict[str, Case] = {
     "behind": Case(3, save={"wait": False}),
     "groups": Case(3, uses="groups"),
     "loader": Case(3, uses="loader"),
-    # optimizers whose states have other shapes or none
+    # optimizers whose states have other shapes, or without states
     "sgd": Case(2, top={"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}}),
     "momentum": Case(
         3, top={"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}}
@@ -220,13 +223,13 @@ CASES: dict[str, Case] = {
     "lamb": Case(1, top={"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}),
     "lion": Case(3, top={"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}),
     "muon": Case(3, top={"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}),
-    # other memories
+    # offload
     "cpu": Case(3, top=BF16, zero=_offload("cpu")),
     "nvme": Case(3, top=BF16, zero=_offload("nvme")),
     "delayed": Case(
         2, top=BF16, zero={"offload_optimizer": {"device": "cpu", "delayed_update_after": 1}}
     ),
-    # codes on the wire: error feedback, weights that follow their masters by differences
+    # compressed communication: error feedback, and weights that follow main weights by differences
     "codes_at_rest": Case(
         3, zero={"zero_quantized_nontrainable_weights": True, "compression": {"min_numel": 0}}
     ),
@@ -269,7 +272,7 @@ EXPORTS: dict[str, Callable[[Any, Path], Any]] = {
 
 
 def start(case: Case, scratch: str, seed: int = 5) -> Any:
-    """Return an engine of a case.  scratch: a folder for states that rest on a disk."""
+    """Return the engine of a case. scratch: the folder for states that are offloaded to disk."""
     import deepseek_zero
 
     torch.manual_seed(seed)
@@ -327,7 +330,7 @@ def train(engine: Any, case: Case, first: int, last: int) -> list[float]:
             pairs = [(batch(step, place), torch.zeros(4, WIDTH)) for place in range(2)]
             losses.append(float(engine.train_batch(iter(pairs))))
         elif case.uses == "loader":
-            # One epoch goes on
+            # One epoch continues over all calls.
             rows = engine.__dict__.setdefault("rows", iter(engine.training_dataloader))
             losses.append(_step(engine, next(rows)))
         else:
@@ -361,7 +364,7 @@ def exact_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def moments(engine: Any) -> dict[str, Tensor]:
-    """Return the moments of this rank's parameters, each whole.  Collective."""
+    """Return the full moments of this rank's parameters. Collective."""
     from deepseek_zero.utils import safe_get_full_optimizer_state
 
     found = {}
@@ -377,14 +380,12 @@ def moments(engine: Any) -> dict[str, Tensor]:
 
 
 def whole_weights(engine: Any) -> dict[str, Tensor]:
-    """Return the whole model's live weights, on every rank.  Collective."""
+    """Return the whole model's weights on every rank. Collective."""
     return {name: value.detach().clone() for name, value in engine.module_state_dict().items()}
 
 
 def probe() -> str:
-    """Return a digest of the model's plain outputs with this machine's torch: kernels round
-    differently.
-    """
+    """Return a digest of plain outputs, which depends on how this machine's kernels round."""
     torch.manual_seed(1)
     model = Little(blocks=2)
     optimizer = torch.optim.AdamW(
@@ -477,7 +478,7 @@ def _save_expected(out: Path, final: dict[str, Tensor], expected: dict[str, Any]
 
 
 def _zip(folder: Path, path: Path) -> None:
-    """Write a zip file whose bytes depend on the files in `folder` only."""
+    """Write a zip file whose bytes depend only on the files in `folder`."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
         for each in sorted(each for each in folder.rglob("*") if each.is_file()):
             target.writestr(

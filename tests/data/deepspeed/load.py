@@ -1,12 +1,11 @@
-"""Loads checkpoints that this library wrote with a genuine DeepSpeed, and says whether it sees what
-was saved.
+"""Load checkpoints that this library wrote with genuine DeepSpeed, and verify their content.
 
     DS_ACCELERATOR=cpu python tests/data/deepspeed/load.py FOLDER CASE ...
 
-FOLDER/CASE is what an engine of two ranks saved with `checkpoint.layout: "deepspeed"` after two
-steps of make.py's training, and FOLDER/CASE.pt what it held: whole masters, both moments, losses of
-the next two steps on rank 0's data. By hand, where DeepSpeed is installed; CI compares files
-instead (tests/unit/compat/deepspeed/checkpoint/test_writer.py).
+FOLDER/CASE is a checkpoint that an engine of two ranks saved with `checkpoint.layout: "deepspeed"`
+after two steps of make.py's training. FOLDER/CASE.pt has its full main weights, both moments, and
+the losses of the next two steps on rank 0's data. Run it by hand where DeepSpeed is installed. CI
+compares files instead (tests/unit/compat/deepspeed/checkpoint/test_writer.py).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def _rank(rank: int, folder: str, cases: list[str]) -> None:
         path, client = engine.load_checkpoint(str(Path(folder) / case))
         wrong = []
         link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
-        if link is not None:  # otherwise done by the first step
+        if link is not None:  # otherwise the first step does it
             link()
         for name, param in engine.module.named_parameters():
             if not (param.requires_grad and CASES[case]["stage"]):

@@ -1,10 +1,10 @@
-"""Writes the checkpoints beside this file with a genuine DeepSpeed, and what it says is in them.
+"""Write the checkpoints in this folder with genuine DeepSpeed, and their expected content.
 
     DS_ACCELERATOR=cpu python tests/data/deepspeed/make.py [folder] [case ...]
 
-Needs DeepSpeed (0.19.8 wrote what is committed), not this library.  Each case is two gloo ranks,
-two steps and a save; `expected.pt` holds whole masters and moments as DeepSpeed's own functions
-return them, and the losses of the two steps after the save on rank 0's data.
+Needs DeepSpeed (0.19.8 wrote the committed files), not this library. Each case has two gloo ranks
+and saves after two steps. `expected.pt` contains full main weights and moments as DeepSpeed's
+functions return them, and the losses of the two steps after the save on rank 0's data.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Scale(nn.Module):
 
 
 class Small(nn.Module):
-    """Odd sizes, a tied and a frozen parameter, running statistics."""
+    """A model with odd sizes, a tied and a frozen parameter, and running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def small(seed: int = 5) -> Small:
 
 
 def config(stage: int, dtype: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The same words for DeepSpeed and for us."""
+    """Return a configuration for both DeepSpeed and this library."""
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 1.0,
@@ -125,7 +125,7 @@ def _rank(rank: int, cases: list[str], folder: str) -> None:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": "2",
     }
-    # Torch's CPU kernels do it, DeepSpeed's check says no
+    # torch's CPU kernels support fp16 although DeepSpeed's check denies it.
     get_accelerator().is_fp16_supported = lambda: True
     dist.init_process_group("gloo", rank=rank, world_size=2)
     deepspeed.init_distributed("gloo")

@@ -1,12 +1,11 @@
-"""Writes the pipeline checkpoints beside this file with a genuine DeepSpeed, and what it says is in
-them.
+"""Write the pipeline checkpoints in this folder with genuine DeepSpeed, and their expected content.
 
     DS_ACCELERATOR=cpu python tests/data/deepspeed/make_pipeline.py [folder] [case ...]
 
-Needs DeepSpeed (0.19.6 wrote what is committed), not this library.  Each case is two stages on two
-gloo ranks each, two steps and a save; `expected.pt` holds the weights by name, and for ZeRO whole
-masters and moments.  DeepSpeed ties the
-weight alone: of the bias, which then differs, the first stage's is there.
+Needs DeepSpeed (0.19.6 wrote the committed files), not this library. Each case has two stages on
+two gloo ranks each, and saves after two steps. `expected.pt` contains the weights by name and, for
+ZeRO, full main weights and moments. DeepSpeed ties only the weight. The copies of the bias differ,
+and `expected.pt` has that of the first stage.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def config(stage: int, dtype: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The same words for DeepSpeed and for us."""
+    """Return a configuration for both DeepSpeed and this library."""
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -51,7 +50,7 @@ def config(stage: int, dtype: str, more: dict[str, Any] | None = None) -> dict[s
 
 
 def layers(api: Any) -> list[Any]:
-    """api: where LayerSpec and TiedLayerSpec are, DeepSpeed's or ours."""
+    """Return the layers. api: the module with LayerSpec and TiedLayerSpec, DeepSpeed's or ours."""
     return [
         api.LayerSpec(nn.Linear, 5, 7),
         api.TiedLayerSpec("square", nn.Linear, 7, 7),
