@@ -1,7 +1,7 @@
-"""Tests of a device fail by what this library does there, not by warnings of other packages.
+"""GPU tests fail because of this library and not because of warnings of other packages.
 
 Compilers, drivers and plugins of a GPU machine emit unrelated warnings: Inductor reports that TF32
-is available, for example. A warning that our own code gives is an error here too.
+is available, for example. A warning from our own code is also an error here.
 """
 
 from __future__ import annotations

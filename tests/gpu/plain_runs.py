@@ -1,7 +1,7 @@
-"""A small model trained by plain PyTorch and by an engine; started as a file, one rank of an
-engine's run.
+"""Train a small model by plain PyTorch and by an engine.
 
-It needs no pytest: benchmarks/gpu/smoke.py and shared.py run it, too.
+Run as a program, it is one rank of an engine's run. It does not need pytest, because
+benchmarks/gpu/smoke.py and shared.py use it, too.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Net(nn.Module):
 
 
 class LossNet(Net):
-    """Returns the loss, as a model in stages must."""
+    """Return the loss in forward, as a model of pipeline stages must."""
 
     @property
     def dummy_inputs(self) -> dict[str, torch.Tensor]:
-        """Return the arguments of a forward, by which the model is cut into stages."""
+        """Return example arguments of forward, from which the model is split into stages."""
         tokens, targets = batch(0)
         return {"tokens": tokens, "targets": targets}
 
@@ -87,14 +87,14 @@ def loss_of(model: nn.Module, step: int, rank: int = 0) -> torch.Tensor:
 
 
 def adamw_of(params: Iterable[nn.Parameter], place: str) -> torch.optim.AdamW:
-    """Return AdamW as a device computes it: on the host fused, as the library does there."""
+    """Return AdamW as the library runs it at this place: fused on the host."""
     return torch.optim.AdamW(params, lr=1e-2, fused=place == "cpu", foreach=False)
 
 
 def plain_run(dtype: str, ranks: int, steps: int, place: str = "none") -> list[torch.Tensor]:
-    """Every rank's micro-batches in one process; sums in rank order in fp32, rounded once.
+    """Train on every rank's micro-batches in one process.
 
-    place: "cpu" updates on the host.
+    Gradients are summed in rank order in fp32 and rounded once. place: "cpu" updates on the host.
     """
     torch.manual_seed(0)
     model = Net().to(DEVICE)
@@ -128,7 +128,7 @@ def plain_run(dtype: str, ranks: int, steps: int, place: str = "none") -> list[t
 def engine_run(
     stage: int, dtype: str, steps: int, rank: int = 0, place: str = "none"
 ) -> list[torch.Tensor]:
-    """Train by an engine. place: the memory of the optimizer's states."""
+    """Train with an engine. place: where the optimizer states are stored."""
     torch.manual_seed(0)
     model = Net().to(DEVICE)
     optimizer = adamw_of(model.parameters(), place)
@@ -143,7 +143,7 @@ def engine_run(
 
 
 def pipeline_run(stage: int, dtype: str, steps: int) -> list[torch.Tensor]:
-    """Train in two pipeline stages, one of each rank, on the rows of rank 0."""
+    """Train in two pipeline stages, one per rank, on the rows of rank 0."""
     torch.manual_seed(0)
     model = LossNet().to(DEVICE)
     optimizer = adamw_of(model.parameters(), "none")

@@ -1,4 +1,4 @@
-"""Attention by a pattern on a GPU: FlexAttention, compiled, beside attention by definition."""
+"""Sparse attention on a GPU: compiled FlexAttention equals attention by its definition."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Codecs write the same messages on a GPU as on a CPU and read the same values out of them; skipped
-without a GPU.
+"""Codecs encode and decode with the same bits on a GPU as on a CPU; skipped without a GPU.
 
-Of a scale that is NaN the bits are the device's own; that it is one is what every device must agree
-on.
+The bits of a NaN scale depend on the device; only the fact that it is NaN is compared.
 """
 
 from __future__ import annotations
@@ -23,13 +21,11 @@ CODECS = [
     Cast(torch.bfloat16),
     Cast(torch.float16),
 ]
-BLOCK, BLOCKS = 512, 64  # of the values: each is whole blocks of every codec
+BLOCK, BLOCKS = 512, 64  # The values are whole blocks of every codec.
 
 
 def values_of(dtype: torch.dtype) -> Tensor:
-    """Blocks of very different sizes, among them zeros, numbers too small for a scale, and some
-    that are not finite.
-    """
+    """Return blocks with very different magnitudes, zeros, tiny scales and non-finite values."""
     shape = (BLOCKS, BLOCK)
     wide = (
         torch.randn(shape)
@@ -40,14 +36,15 @@ def values_of(dtype: torch.dtype) -> Tensor:
     found[1] = 0.0
     found[2, ::2] = -0.0
     found[3] = torch.finfo(dtype).smallest_normal / 8
-    found[4] = SMALLEST_SCALE * 6.5  # its scale is too small in 8 bits, and just not in 4
+    # its scale is too small for 8 bits and just large enough for 4 bits
+    found[4] = SMALLEST_SCALE * 6.5
     found[5], found[5, 7] = 0.0, torch.finfo(dtype).max
     found[6, 3], found[7, 300], found[8, 511] = float("nan"), float("inf"), -float("inf")
     return found.view(-1)
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    """Whether these are the same bits, and NaN in the same places."""
+    """Return whether two tensors have the same bits, and NaN in the same places."""
     left, right = left.cpu(), right.cpu()
     if not left.dtype.is_floating_point:
         return torch.equal(left, right)
@@ -58,7 +55,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 
 def parts_of(codec: Blocks | Cast, message: Tensor) -> tuple[Tensor, ...]:
-    """The codes and the scales of a message, or its values."""
+    """Return the codes and the scales of a message, or its values."""
     return (message,) if isinstance(codec, Cast) else codec._parts(message)
 
 

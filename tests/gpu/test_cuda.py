@@ -1,5 +1,6 @@
-"""Stages 0-3 on a GPU against plain PyTorch; skipped where there is none.  Two ranks share the GPU
-through the host.
+"""Stages 0-3 on a GPU against plain PyTorch; skipped without a GPU.
+
+Two ranks share the GPU and communicate through the host.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def test_memory_is_freed_with_the_engine() -> None:
     ).backward()  # cuBLAS keeps workspaces, which count as allocated
     gc.collect()
     before = torch.cuda.memory_allocated()
-    # Without a name for the optimizer, which holds the memory too
+    # Indexed without naming the optimizer, because it also holds the memory.
     engine = dz.initialize(
         model=Net(512).to(DEVICE),
         config=config(3, "bf16", optimizer={"type": "AdamW", "params": {"lr": 1e-3}}),
@@ -143,8 +144,8 @@ HOST: dict[str, object] = {"device": "cpu", "pin_memory": True}
 
 
 def states_after(place: dict[str, object], dtype: str, folder: Path) -> list[torch.Tensor]:
-    """Weights and masters of a run that clips, whose states rest on the host, on a disk or on the
-    GPU.
+    """Return weights and main weights of a run with clipping and with states at the given
+    places.
     """
     disk = {"device": "nvme", "nvme_path": str(folder)}
     asked = {key: disk if value == "disk" else HOST for key, value in place.items()}
@@ -167,7 +168,11 @@ def states_after(place: dict[str, object], dtype: str, folder: Path) -> list[tor
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_states_on_the_host_and_on_a_disk_have_the_same_bits(dtype: str, tmp_path: Path) -> None:
-    """A run on the GPU alone may compute another norm, and then another factor that clips."""
+    """States on the host and on disk have the same bits.
+
+    A run without offload may have a different norm and clipping factor, so it is compared with a
+    tolerance.
+    """
     host = states_after({"offload_optimizer": "host"}, dtype, tmp_path)
     for place in (
         {"offload_optimizer": "disk"},

@@ -1,4 +1,4 @@
-"""What `doctor` reads and measures next to a GPU."""
+"""The `doctor` command reads and measures a GPU."""
 
 from __future__ import annotations
 

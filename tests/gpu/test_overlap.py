@@ -1,10 +1,9 @@
-"""On GPUs of their own, ranks gather and reduce while they compute: asked of CUDA's events, not of
-the host's clock.
+"""On separate GPUs, ranks gather and reduce while they compute, measured by CUDA events.
 
-Three events tell of each transfer: issued (the compute stream has come to it), arrived (its data is
-here) and asked (the compute stream goes no further without it).  What lies between issued and asked
-is computing, so a transfer that arrives before it is asked for was hidden.  Needs two GPUs; the
-arithmetic is checked without one.
+Three events describe each transfer: issued (the compute stream has reached it), arrived (its data
+is complete) and asked (the compute stream starts to wait for it). The compute stream computes
+between issued and asked, so a transfer that arrives before asked is hidden. The test needs two
+GPUs; the arithmetic is tested without one.
 """
 
 from __future__ import annotations
@@ -25,12 +24,13 @@ from torch import Tensor, nn
 import deepseek_zero as dz
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-WIDTH, DEPTH, TOKENS = 2048, 6, 16384  # a block computes for longer than its 100 MB travel
-WARM = 3  # steps: the first records the order, buffers are lent for the first time, NCCL connects
+# A block computes longer than the transfer of its 100 MB takes.
+WIDTH, DEPTH, TOKENS = 2048, 6, 16384
+WARM = 3  # The first steps record the order, allocate buffers and connect NCCL.
 
 
 class Transfer(NamedTuple):
-    """Milliseconds on the device, from any one moment."""
+    """Milliseconds on the device, relative to a common time."""
 
     issued: float
     asked: float
@@ -38,21 +38,19 @@ class Transfer(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Of its time under way, the part in which the compute stream was busy with something
-        else.
-        """
+        """Return the part of the transfer time during which the compute stream was busy."""
         return max(0.0, min(self.asked, self.arrived) - self.issued)
 
 
 def hidden_share(transfers: Iterable[Transfer]) -> float:
-    """Of all time under way."""
+    """Return the hidden share of the total transfer time."""
     seen = list(transfers)
     return sum(each.hidden for each in seen) / sum(each.arrived - each.issued for each in seen)
 
 
 def test_a_transfer_overlaps_until_its_result_is_needed() -> None:
-    assert hidden_share([Transfer(0.0, 5.0, 2.0)]) == 1.0  # here before it was needed
-    assert hidden_share([Transfer(0.0, 0.0, 2.0)]) == 0.0  # waited for at once
+    assert hidden_share([Transfer(0.0, 5.0, 2.0)]) == 1.0  # arrives before it is needed
+    assert hidden_share([Transfer(0.0, 0.0, 2.0)]) == 0.0  # waited for immediately
     assert hidden_share([Transfer(0.0, 1.0, 2.0), Transfer(3.0, 9.0, 5.0)]) == 0.75
 
 
@@ -68,7 +66,7 @@ def test_gathers_and_reductions_overlap_with_computation(tmp_path: Path) -> None
 
 
 def run(folder: Path, overlap: bool) -> dict[str, float]:
-    """The hidden share of each kind of collective, in one step of two ranks."""
+    """Return the hidden share of each kind of collective in one step of two ranks."""
     folder.mkdir()
     environment = {**os.environ, "OVERLAP": str(int(overlap)), "OUT": str(folder)}
     command = [
@@ -88,17 +86,17 @@ def run(folder: Path, overlap: bool) -> dict[str, float]:
     return shares
 
 
-# -- in each rank
+# -- code of each rank
 
 
 class Watch:
-    """Puts events around the collectives that NCCL carries."""
+    """Record events around NCCL collectives."""
 
     def __init__(self) -> None:
         self.seen: dict[
             str, list[tuple[torch.cuda.Event, list[torch.cuda.Event], torch.cuda.Event]]
         ] = {}
-        self.stream = torch.cuda.Stream()  # waits for transfers in the compute stream's stead
+        self.stream = torch.cuda.Stream()  # waits for transfers in place of the compute stream
         for name in ("all_gather_into_tensor", "all_to_all"):
             setattr(dist, name, self._watched(name, getattr(dist, name)))
 
@@ -117,7 +115,7 @@ class Watch:
         return watched
 
     def shares(self) -> dict[str, float]:
-        """Of what was seen since `seen` was last cleared."""
+        """Return the hidden shares of the collectives since `seen` was last cleared."""
         torch.cuda.synchronize()
         found = {}
         for name, events in self.seen.items():
@@ -131,7 +129,7 @@ class Watch:
 
 
 class Watched:
-    """A collective under way that notes when the compute stream first waits for it."""
+    """A collective in progress that records when the compute stream first waits for it."""
 
     def __init__(self, work: Any, asked: list[torch.cuda.Event]) -> None:
         self.work, self.asked = work, asked

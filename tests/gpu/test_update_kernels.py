@@ -31,7 +31,7 @@ ADAMW = {
 
 
 def columns_of(arrays: check.Arrays, offset: int = 0) -> list[Tensor]:
-    """Copy arrays to the device, each `offset` elements behind the beginning of its memory."""
+    """Copy arrays to the device, each at `offset` elements from the start of its memory."""
     found = []
     for column in arrays.columns():
         room = torch.empty(

@@ -1,4 +1,4 @@
-"""What a warning does to a test of a device, by the module that gives it; needs no GPU."""
+"""A warning during a GPU test is an error or ignored, depending on its module; needs no GPU."""
 
 from __future__ import annotations
 
