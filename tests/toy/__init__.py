@@ -1,11 +1,9 @@
-"""A device that is not the CPU and needs no hardware, so that what runs beside a GPU is tested
-where there is none.
+"""A device that is not the CPU and needs no hardware, to test code for GPUs without a GPU.
 
-Its tensors lie in plain memory and every operation on them runs on the CPU, so results have the
-CPU's bits; but an operation that mixes them with the CPU's is an error, as it is on a GPU
-(device.cpp).  Copies in a stream of their own
-happen as late as they may: when the host waits for them, or when the stream that computes was told
-to and computes.
+Its tensors are in host memory and every operation runs on the CPU, so results have the same bits as
+on the CPU. As on a GPU, an operation that mixes its tensors with CPU tensors raises (device.cpp).
+Copies in a side stream happen as late as possible: when the host waits for them, or when the
+compute stream waits for them and then computes.
 """
 
 from __future__ import annotations
@@ -25,24 +23,23 @@ import torch
 from torch.utils import cpp_extension
 
 SOURCE = Path(__file__).with_name("device.cpp")
-NAME = "hpu"  # a device that torch knows by name and that no machine here has
-# Checkouts and versions of torch share torch's cache of extensions, so each content has a name of
-# its own.
+NAME = "hpu"  # a device type that torch knows by name and that no test machine has
+# Checkouts and versions of torch share torch's cache of extensions, so the name includes a hash.
 LIBRARY = f"deepseek_zero_toy_device_{crc32(SOURCE.read_bytes() + torch.__version__.encode()):08x}"
-LIBRARY_VARIABLE = "DEEPSEEK_ZERO_TOY_DEVICE"  # where a program finds it
+LIBRARY_VARIABLE = "DEEPSEEK_ZERO_TOY_DEVICE"  # the variable with the library's path, for programs
 
 
 def can_build() -> bool:
-    """Whether this machine has what makes the device: a C++ compiler and ninja."""
+    """Return whether this machine has a C++ compiler and ninja to build the device."""
     return shutil.which("g++") is not None and shutil.which("ninja") is not None
 
 
 @lru_cache(maxsize=1)
 def build() -> str:
-    """The device as a library in torch's cache of extensions, made where it is not there: half a
-    minute.
+    """Return the library's path in torch's cache of extensions; build it if it is missing.
 
-    In a process of its own: whoever loads it has the device for good.
+    A build takes half a minute. It runs in a new process, because a process that loads the device
+    cannot unload it.
     """
     made = subprocess.run(
         [sys.executable, "-m", "tests.toy"], capture_output=True, text=True, cwd=SOURCE.parents[2]
@@ -52,14 +49,14 @@ def build() -> str:
 
 
 def make() -> str:
-    """What `build` runs."""
+    """Build the library in this process; `build` starts it."""
     cpp_extension.load(LIBRARY, [str(SOURCE)], extra_cflags=["-O0", "-w"], is_python_module=False)
     return str(Path(cpp_extension._get_build_directory(LIBRARY, verbose=False)) / f"{LIBRARY}.so")
 
 
 @lru_cache(maxsize=1)
 def register(library: str) -> Any:
-    """Let this process's torch have the device; there is no way back."""
+    """Register the device with this process's torch, which cannot be undone."""
     spec = importlib.util.spec_from_file_location(LIBRARY, library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -69,7 +66,7 @@ def register(library: str) -> Any:
 
 
 def _module() -> ModuleType:
-    """What torch asks a device's module."""
+    """Return the module `torch.hpu` with the functions that torch calls."""
     name = f"torch.{NAME}"
     module = sys.modules[name] = ModuleType(name)
     answers = {
@@ -89,6 +86,6 @@ def _module() -> ModuleType:
     return module
 
 
-# Before anything asks torch which devices there are: it asks once
+# Before any other code, because torch looks up its devices only once.
 if LIBRARY_VARIABLE in os.environ:
     register(os.environ[LIBRARY_VARIABLE])

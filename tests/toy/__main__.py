@@ -1,4 +1,4 @@
-"""Makes the library; its path is the last line printed."""
+"""Build the library and print its path in the last line."""
 
 import sys
 

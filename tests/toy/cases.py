@@ -1,6 +1,7 @@
-"""What runs beside a GPU, on a device that is one in all but hardware and speed: stages and tiers
-have the bits of a run without tiers.  Programs, which test_other_device.py starts: who has the
-device has it from the start.
+"""Test programs for a GPU, on a device that differs from one only in hardware and speed.
+
+Stages and tiers have the bits of a run without tiers. test_other_device.py starts each program in a
+new process, because the device cannot be unloaded.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def training_on(kind: str) -> Iterator[None]:
 
 
 def states_on(path: Path) -> dict[str, Zero]:
-    """Where states may rest."""
+    """Return configurations by the places to which states are offloaded."""
     host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(path)}
     return {
         "device": {},
@@ -110,7 +111,7 @@ def train(engine: Any, steps: int = STEPS, first: int = 0) -> list[Tensor]:
 
 
 def states_of(engine: Any) -> list[Tensor]:
-    """Weights, masters and moments, whole."""
+    """Return full weights, main weights and moments."""
     found = [value.cpu() for value in engine.state_dict().values()]
     for param in engine.module.parameters():
         wanted = [safe_get_full_fp32_param(param)]
@@ -126,7 +127,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor], case: object) -> No
 
 
 def outside(engine: Any) -> int:
-    """Bytes of states that rest outside the training device."""
+    """Return the bytes of states that are not on the training device."""
     return sum(
         memory.reserved_bytes for memory in engine.parts.runtime.comm_ctx.tiers.memories.values()
     )
@@ -152,8 +153,8 @@ def every_stage_and_tier(path: Path) -> None:
                 continue
             engine = engine_of(stage, place, **top)
             found = train(engine) + states_of(engine)
-            # Stages 2 and 3 sum each micro-batch over ranks, 0 and 1 the step's: another order of
-            # the same sum.
+            # Stages 2 and 3 sum each micro-batch over ranks; stages 0 and 1 sum once per step. The
+            # sums have different orders.
             assert_same(
                 found,
                 expected.setdefault(stage // 2 if accumulation > 1 else 0, found),
@@ -165,7 +166,11 @@ def every_stage_and_tier(path: Path) -> None:
 
 
 def stages_and_tiers(path: Path) -> None:
-    """Bit for bit; and alone, nearly what the CPU finds: attention takes another way there."""
+    """All tiers have the same bits.
+
+    One rank also compares with the CPU within a tolerance, because attention uses other kernels
+    there.
+    """
     every_stage_and_tier(path)
     if not dist.is_initialized():
         there = engine_of(3, {})
@@ -185,7 +190,7 @@ def trained(stage: int, place: Zero, **top: Any) -> list[Tensor]:
 
 
 def optimizers_and_fewer_bits(path: Path) -> None:
-    """What keeps less than 12 bytes, and what updates at other times."""
+    """Optimizers with less state, and updates at other times, have the same bits on all tiers."""
     places = states_on(path)
     adam: dict[str, Any] = {"type": "AdamW", "params": {"lr": 0.01}}
     tops: list[Zero] = [
@@ -200,7 +205,8 @@ def optimizers_and_fewer_bits(path: Path) -> None:
         expected = trained(3, {}, **top)
         for name in ("states on the host", "all on the disk"):
             assert_same(trained(3, places[name], **top), expected, (top, name))
-    # PyTorch's update on a host differs: Muon computes in fp32 there, and Adagrad is fused.
+    # These updates of PyTorch differ on the host: Muon computes in fp32 there, and Adagrad is
+    # fused.
     for kind in ("Muon", "Adagrad"):
         top = {"optimizer": {"type": kind, "params": {"lr": 0.01}}}
         host, disk = (
@@ -219,8 +225,8 @@ def optimizers_and_fewer_bits(path: Path) -> None:
 
 
 def kernels_on_the_device(path: Path) -> None:
-    """A CUDA kernel updates on the device, emulated: the bits are those of PyTorch, and of an
-    update on the host.
+    """An emulated CUDA kernel updates on the device with the same bits as PyTorch and as the
+    host.
     """
     host = states_on(path)["states on the host"]
     kinds: list[Zero] = [
@@ -249,7 +255,8 @@ def kernels_on_the_device(path: Path) -> None:
             found = trained(stage, {}, optimizer=optimizer, **top)
         assert EmulatedKernel.launches > before, (top, optimizer, stage)
         assert_same(found, expected, (top, optimizer, stage))
-        if stage > 0:  # without clipping, because the norm's order depends on where gradients are
+        # without clipping, because the order of the norm's sum depends on where gradients are
+        if stage > 0:
             free = top | {"gradient_clipping": 0.0}
             with emulated_on(toy.NAME):
                 found = trained(stage, {}, optimizer=optimizer, **free)
@@ -259,7 +266,7 @@ def kernels_on_the_device(path: Path) -> None:
 
 
 def checkpoints_and_access(path: Path) -> None:
-    """Saved there, loaded elsewhere; values read and changed from outside."""
+    """A checkpoint of one tier loads on another; states are read and changed through the API."""
     places, shared = states_on(path), path / "checkpoints"
     low: Zero = {"bf16": {"enabled": True}}
     routes = [
@@ -307,7 +314,7 @@ def changed(engine: Any) -> None:
 
 
 class Recomputed(nn.Module):
-    """Blocks whose inputs are parked."""
+    """Blocks with activation checkpointing, whose inputs are offloaded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +327,9 @@ class Recomputed(nn.Module):
 
 
 def activations_and_memory(path: Path) -> None:
-    """Parked activations, a budget of the device, and predictions that come true."""
+    """Offloaded activations keep the bits, a memory budget is respected, and predictions are
+    exact.
+    """
     places = states_on(path)
     expected = trained(3, {}, model=seeded(Recomputed))
     for section in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(path)}):
@@ -358,9 +367,7 @@ def activations_and_memory(path: Path) -> None:
 
 
 class Chained(nn.Module):
-    """A model of blocks that makes tensors in its forward, as models do: where its inputs are, or
-    on the CPU first.
-    """
+    """A model that creates tensors in its forward, on the device of its inputs or on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,8 +392,9 @@ class Chained(nn.Module):
 
 
 def planned_on_shapes(path: Path) -> None:
-    """The chain of a model does not depend on the devices of model and sample; on two ranks its
-    stages train.
+    """The plan of a pipeline does not depend on the devices of model and sample.
+
+    On two ranks its stages train.
     """
     chains, places = [], ("cpu", toy.NAME, "meta")
     for model_at, sample_at in itertools.product(places, places):
@@ -436,9 +444,7 @@ def chained_loss(engine: Any, number: int) -> float:
 
 
 def offloaded_states(path: Path) -> None:
-    """States that a program moves away between two phases: the device's memory falls by their
-    bytes, and bits stay.
-    """
+    """Offloading states between two phases frees their bytes on the device and keeps their bits."""
     runs = (
         (1, False, "device"),
         (2, True, "states on the host"),
@@ -476,14 +482,14 @@ def offloaded_states(path: Path) -> None:
 
 
 def copies_of_a_step(path: Path) -> None:
-    """With the optimizer on the host, a step copies each state once, in its own dtype, through
-    page-locked memory.
+    """With the optimizer on the host, a step copies each state once.
 
-    If main weights are split, the host also reads their upper halves, the bf16 weights. It reads
-    the norms that the device computed in backward.
+    Copies have the dtype of the state and use page-locked memory. If main weights are split, the
+    host also reads their upper halves, the bf16 weights. It reads the norms that the device
+    computed in backward.
     """
     if dist.is_initialized():
-        return  # ranks that share a device talk through the host
+        return  # ranks that share a device communicate through the host
     library = toy.register(os.environ[toy.LIBRARY_VARIABLE])
     places, bf16 = states_on(path), {"bf16": {"enabled": True}}
     whole = {"bf16": {"enabled": True, "master": "fp32"}}
@@ -534,14 +540,15 @@ def copies_of_a_step(path: Path) -> None:
 
 
 def bytes_to_copy(engine: Any) -> tuple[int, int]:
-    """Return what a step with the optimizer on the host must copy to the host and from it.
+    """Return the bytes that a step with an optimizer on the host must copy to and from the host.
 
-    Weights that rest on the host go up for forward and for backward, unless they stay in between.
+    Offloaded weights are copied to the device for forward and again for backward, unless they stay
+    in between.
     """
     down = up = 0
     for group in engine.parts.runtime.trained_groups:
         plan, numel = group.plan, group.layout.numel
-        # A sharded gradient is copied with its padding, during backward
+        # A sharded gradient is copied with its padding during backward.
         sent = group.layout.slice_numel if plan.grad.placement is S else numel
         down += sent * plan.grad.dtype.itemsize
         if plan.weight.tier is Tier.DEVICE:
@@ -557,10 +564,10 @@ def bytes_to_copy(engine: Any) -> tuple[int, int]:
 
 
 def random_schedules(path: Path) -> None:
-    """Whenever copies happen, a run has the bits of a run without offload.
+    """A run has the bits of a run without offload for every order of copies.
 
     Every step draws another schedule: some copies happen before anything waits for them, the others
-    when something does.
+    when something waits.
     """
     library = toy.register(os.environ[toy.LIBRARY_VARIABLE])
     is_full = bool(os.environ.get("DEEPSEEK_ZERO_FULL"))
@@ -597,8 +604,9 @@ def random_schedules(path: Path) -> None:
 
 
 def faults_of_other_systems(path: Path) -> None:
-    """Faults that other systems had with an optimizer on the host next to a GPU; each is named by
-    its report.
+    """Faults of other systems with an optimizer on the host next to a GPU do not occur here.
+
+    The comments name the reports.
     """
     if dist.is_initialized():
         return
@@ -672,7 +680,7 @@ def _loaded_weights_reach_main_weights(host: Zero) -> None:
 
 
 def _pinned_weights_follow_updates(host: Zero) -> None:
-    """Weights that a block keeps gathered are those of the last step."""
+    """Weights that a block keeps gathered follow the last update."""
     found = []
     for place in ({}, host):
         engine = engine_of(3, place, bf16={"enabled": True})
@@ -685,8 +693,9 @@ def _pinned_weights_follow_updates(host: Zero) -> None:
 
 
 def a_step_of_one_rank(path: Path) -> None:
-    """With all states on the device, the host reads the norm and nothing else, and no gradient is
-    kept for forward.
+    """With all states on the device, the host reads only the norm.
+
+    No gradient is kept for the next forward.
     """
     if dist.is_initialized():
         return
@@ -715,21 +724,21 @@ def a_step_of_one_rank(path: Path) -> None:
 
 
 def schedule_of_a_step(path: Path) -> None:
-    """With the optimizer on the host, copies and updates run while the device computes.
+    """With the optimizer on the host, copies and updates overlap with computation on the device.
 
-    Gradients leave during backward. The host updates a unit while the device computes the forward
-    of the unit before it.
+    Gradients are copied during backward. The host updates a unit while the device computes the
+    forward of the unit before it.
     """
     if dist.is_initialized():
         return
     units = 6
     log, numel = schedule.record(2, units)
-    # Forward 1, backward 2, update 2 and each copy 0.1 seconds per unit
+    # Seconds per unit: forward 1, backward 2, update 2 and each copy 0.1.
     speeds = schedule.Speeds(forward=1 / numel, copy=0.05 / numel, update=2 / numel)
     spans = schedule.from_first_backward(schedule.replay(log, numel, speeds))
 
     def work(what: str, unit: int, row: str) -> tuple[float, float]:
-        """Return the start and the end of the first such work."""
+        """Return the start and the end of the first such span."""
         found = [span for span in spans if (span.what, span.unit, span.row) == (what, unit, row)]
         size = {"gradient": 0.1, "weight": 0.1, "update": 2.0, "forward": 1.0, "backward": 2.0}[
             what

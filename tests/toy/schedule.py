@@ -1,4 +1,5 @@
-"""Record what the host asks of the toy device's streams in a step, and replay it in time.
+"""Record the host's stream operations on the toy device during a step, and replay them with a time
+model.
 
 The toy device computes while the host waits, so it has no times of its own. It logs in which order
 the host submits computing and copies, records events, waits for them, and updates. `replay` runs
@@ -32,14 +33,14 @@ DOWN = "copies to the host"
 UPDATES = "updates on the host"
 UP = "copies to the device"
 ROWS = (COMPUTING, DOWN, UPDATES, UP)
-ON_HOST = -1  # in place of the number of a stream
+ON_HOST = -1  # used in place of a stream number
 
-Logged = tuple[str, int, int, bool, str]  # what, stream, bytes or event, is to the host, text
+Logged = tuple[str, int, int, bool, str]  # what, stream, bytes or event, whether to the host, text
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds that spans take.
+    """Durations of spans.
 
     Attributes:
         forward: Seconds per parameter of a unit's forward; its backward takes twice as long.
@@ -78,8 +79,8 @@ class Span:
         row: One of `ROWS`.
         what: As in `Phase`.
         unit: Number of the unit, from 1.
-        start: Its start.
-        stop: Its end.
+        start: Time at which the work starts.
+        stop: Time at which the work ends.
     """
 
     row: str
@@ -90,7 +91,7 @@ class Span:
 
 
 class _Mark(torch.autograd.Function):
-    """An identity that calls a function in forward, and another in backward."""
+    """An identity that calls one function in forward and another one in backward."""
 
     @staticmethod
     def forward(
@@ -230,16 +231,17 @@ def record(steps: int, units: int = 6, width: int = 64) -> tuple[list[Logged], i
 
 
 def replay(log: Sequence[Logged], numel: int, speeds: Speeds) -> list[Span]:
-    """Return what each stream does at which time.
+    """Return the spans of every stream.
 
     Args:
         log: The log of the toy device, with the marks of `record`.
         numel: Parameters of a unit.
-        speeds: How long spans take.
+        speeds: The durations of spans.
     """
     operations = _operations_by_phase(log)
     whole = {"forward": numel * speeds.forward, "backward": 2 * numel * speeds.forward}
-    free: defaultdict[int, float] = defaultdict(float)  # when a stream has done its work
+    # time at which a stream has finished its work
+    free: defaultdict[int, float] = defaultdict(float)
     events: dict[int, float] = {}
     spans: list[Span] = []
     phase = copied = NOTHING
@@ -318,6 +320,6 @@ def overlapped_share(spans: Sequence[Span], row: str) -> float:
         if span.row != row:
             continue
         seconds += span.stop - span.start
-        for start, stop in computing:  # never at the same time
+        for start, stop in computing:  # computing spans do not overlap
             hidden += max(0.0, min(stop, span.stop) - max(start, span.start))
     return hidden / seconds
