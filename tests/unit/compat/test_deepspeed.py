@@ -1,4 +1,4 @@
-"""DeepSpeed's names in a world of one: getters, messages, arguments, and what is not there."""
+"""DeepSpeed's API on one rank: getters, messages, arguments, and missing names."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_init_distributed_without_a_launcher_starts_a_group_of_one() -> None:
     )
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        # A second call is harmless
+        # A second call changes nothing.
         comm.init_distributed(dist_backend=None, timeout=None, dist_init_required=None)
         engine = engine_with()
         engine.backward(engine(torch.ones(2, 3)).float().sum())
@@ -260,7 +260,7 @@ def test_init_distributed_refuses_other_arguments(tmp_path: Path) -> None:
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )
     try:
-        deepseek_zero.init_distributed(dist_init_required=False)  # there is one now
+        deepseek_zero.init_distributed(dist_init_required=False)  # a group exists now
         assert dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
@@ -450,7 +450,7 @@ def test_a_seeds_configuration_is_accepted_unchanged(number: str, tmp_path: Path
         and engine.dynamic_loss_scale()
     )
     assert engine.zero_gather_16bit_weights_on_model_save() is True
-    loss = engine(torch.ones(2, 3)).float().sum()  # fp32 inputs into an fp16 engine
+    loss = engine(torch.ones(2, 3)).float().sum()  # fp32 inputs of an fp16 engine
     engine.backward(loss)
     engine.step()
     assert engine.global_steps == 1

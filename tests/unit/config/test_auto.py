@@ -1,4 +1,4 @@
-"""Resolving: every "auto" gets a value and a reason; facts of the run decide."""
+"""Each "auto" in a configuration is resolved to a value, with a reason."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def reason(config: Config, key: str) -> AutoDecision:
 def test_all_keys_may_be_auto_together() -> None:
     given: dict[str, Any] = {}
     for key in KEYS:
-        # Below a section that exists only when it is given there is nothing to leave open.
+        # These sections exist only if they are given, so their keys cannot be "auto".
         if key not in ("optimizer.params", "scheduler.params") and not key.startswith(
             (*_GIVEN_ONLY, *_GIVEN)
         ):
             put(given, key, AUTO)
     plain, auto = resolved({}), resolved(given)
-    # asked for, where silence leaves them off
+    # "auto" enables these sections; without it they are off
     changed = {"bf16", "precision", "optimizer", "zero_optimization", "tensor_parallel"}
     assert auto.model_dump(exclude=changed) == plain.model_dump(exclude=changed)
     assert (auto.bf16.enabled, auto.precision, auto.optimizer.type) == (True, "auto", "AdamW")

@@ -1,4 +1,4 @@
-"""The batch-size triangle, in DeepSpeed's cases and words."""
+"""Batch sizes are completed as in DeepSpeed and conflicts raise its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections of a configuration as programs for DeepSpeed read them."""
+"""Test the configuration sections that programs for DeepSpeed read."""
 
 from __future__ import annotations
 

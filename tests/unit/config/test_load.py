@@ -1,6 +1,4 @@
-"""Loading: types, aliases, unknown keys, contradictions, what is not built, and all of it in one
-error.
-"""
+"""Loading a configuration: types, aliases, unknown keys, conflicts, unsupported features."""
 
 from __future__ import annotations
 
@@ -395,7 +393,7 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
 def test_features_that_deepspeed_removed_are_refused_with_an_alternative(
     given: dict[str, Any], words: tuple[str, ...], unknown: Any
 ) -> None:
-    # Which is behind DeepSpeed's name; dense sums are the same
+    # unknown="warn" is used under the name deepspeed; dense sums give the same result
     if unknown == "warn" and "sparse_gradients" in given:
         assert isinstance(load(given, unknown=unknown), RawConfig)
         return
@@ -448,7 +446,7 @@ def test_under_deepspeeds_name_offload_without_its_stage_is_ignored() -> None:
     raw = load(given, unknown="warn")
     assert raw.get("zero_optimization.offload_param.device") == "none"
     assert raw.get("zero_optimization.offload_optimizer.device") == "cpu"
-    assert given["zero_optimization"]["offload_param"] == {"device": "cpu"}  # the caller's own
+    assert given["zero_optimization"]["offload_param"] == {"device": "cpu"}  # unchanged
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""What DeepSpeed accepts is not refused behind its name: every key of the grammar, and
-configurations of clients.
-"""
+"""Under the name deepspeed, every configuration that DeepSpeed accepts is accepted."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ from deepseek_zero.config.load import PACKAGES, load
 from deepseek_zero.config.problems import put
 from tests.config_keys import NOT_BUILT_KEYS, ROWS, KeyNotBuilt, off_default_config
 
-# Keys that DeepSpeed 0.19.8 has taken out and refuses itself, and those that are this library's
-# own.
+# Keys that DeepSpeed 0.19.8 has removed and refuses, and keys that only this library has.
 REFUSED_THERE = {
     "amp",
     "elasticity",
@@ -146,12 +143,13 @@ FACTS = Facts(
     hidden_size=16,
     loader_micro_batch=1,
 )
-ONE_RANK = {"data_parallel_size", "dp_degree"}  # they state how many there are
+ONE_RANK = {"data_parallel_size", "dp_degree"}  # keys for the number of ranks
 
 
 def values_of(kind: Any, example: Any) -> Iterator[Any]:
-    """Yield legal values of a key by its type, as JSON has them and as DeepSpeed reads them: 1 or
-    "true" for true.
+    """Yield valid JSON values of a type, including those that DeepSpeed converts.
+
+    For example, DeepSpeed accepts 1 and "true" for true.
     """
     if get_origin(kind) is Literal:
         yield from get_args(kind)
@@ -167,9 +165,7 @@ def values_of(kind: Any, example: Any) -> Iterator[Any]:
 
 
 def kind_of(row: FieldRow | KeyNotBuilt) -> Any:
-    """Return the type of a key's values: as its field declares it, or as the default of a key that
-    is not built.
-    """
+    """Return the type of a key: its field's annotation, or the recorded kind."""
     if isinstance(row, KeyNotBuilt):
         return row.kind
     *sections, last = row.path.split(".")
@@ -185,7 +181,7 @@ def test_no_valid_value_of_a_key_is_refused_under_deepspeeds_name() -> None:
         if row.path.split(".")[0] in REFUSED_THERE or (
             not row.goes_on if isinstance(row, KeyNotBuilt) else row.path.split(".")[0] in PACKAGES
         ):
-            continue  # refused by name, with its reason, on the configuration page
+            continue  # the configuration page documents why it is refused
         every = [row.default, row.example, *values_of(kind_of(row), row.example)]
         for value in [1] if row.path in ONE_RANK else every:
             config, (section, _, key) = off_default_config(row.path), row.path.rpartition(".")

@@ -1,4 +1,4 @@
-"""Reading: dict, file, text, base64; comments; what is not JSON."""
+"""Configurations are read from a dict, a file, JSON text with comments, or base64."""
 
 from __future__ import annotations
 

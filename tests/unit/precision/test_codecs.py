@@ -1,4 +1,4 @@
-"""Codecs against their definition, written again value by value in whole-tensor operations."""
+"""Codecs are compared with a reference written with whole-tensor operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepseek_zero.precision.codecs import LEAST_SCRATCH, SMALLEST_SCALE, Blocks
 from deepseek_zero.precision.feedback import Feedback
 
 CODECS = [Blocks(8, 256), Blocks(4, 128), Blocks(8, 32), Blocks(4, 512)]
-LARGE = 1 << 14  # elements of scratch
+LARGE = 1 << 14  # number of scratch elements
 named = pytest.mark.parametrize("codec", CODECS, ids=str)
 
 
@@ -30,7 +30,7 @@ def decoded(
 
 
 def values_of(codec: Blocks, blocks: int = 12) -> Tensor:
-    """Values of very different sizes, from block to block and within one."""
+    """Return random values whose magnitudes vary a lot within and between blocks."""
     shape = (blocks, codec.block)
     return (
         torch.randn(shape)
@@ -40,7 +40,7 @@ def values_of(codec: Blocks, blocks: int = 12) -> Tensor:
 
 
 def defined(codec: Blocks, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales as the definition has them: one row for each block."""
+    """Return codes and scales by definition, with one row per block."""
     rows, largest = values.float().view(-1, codec.block), {8: 127, 4: 7}[codec.bits]
     scale = rows.abs().amax(1, keepdim=True) * torch.tensor(1 / largest)
     codes = (rows * (1 / scale)).round()
@@ -113,7 +113,7 @@ def test_blocks_of_zeros_and_of_numbers_too_small_for_a_scale_are_exact_zeros(
 ) -> None:
     values = torch.zeros(4, codec.block)
     values[1] = 1e-40
-    # Of which the scale is just below the least
+    # The scale of this block is just below the smallest one.
     values[2] = SMALLEST_SCALE * {8: 126, 4: 6}[codec.bits]
     values[3, 0] = SMALLEST_SCALE * {8: 130, 4: 8}[codec.bits]
     found = decoded(codec, coded(codec, values.view(-1)), values.numel()).view_as(values)
@@ -196,7 +196,7 @@ def test_signs_are_a_bit_each_and_one_scale_whatever_packs_them(
 ) -> None:
     codec, numel = Signs(), 1 << 17
     values = torch.randn(numel)
-    values[numel - 100 :] = 0.0  # padding, which is positive
+    values[numel - 100 :] = 0.0  # padding counts as positive
     values[:2] = torch.tensor([0.0, -0.0])
     scale = (values.double().square().sum() / (numel - 100)).sqrt().float()
     assert codec.length(numel) == numel // 8 + 4

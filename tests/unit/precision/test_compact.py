@@ -1,6 +1,4 @@
-"""Fewer bits: what is kept comes back, what changes a little every step changes on average by that
-much.
-"""
+"""Low-precision storage: accurate round trips, and an unbiased mean by stochastic rounding."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ KINDS = {"signed": SIGNED, "magnitudes": MAGNITUDES}
 
 
 def kept(tiny: Float8Block, values: Tensor, chance: Tensor | None = None) -> Tensor:
-    """Values as they come back."""
+    """Encode and decode the values."""
     codes = torch.empty(values.numel(), dtype=torch.uint8)
     powers = torch.empty(-(-values.numel() // BLOCK), dtype=torch.int8)
     tiny.encode(values, codes, powers, chance)
@@ -32,7 +30,7 @@ def kept(tiny: Float8Block, values: Tensor, chance: Tensor | None = None) -> Ten
 
 
 def some_values(numel: int, *, signed: bool, spread: float = 12.0) -> Tensor:
-    """Of magnitudes that differ by many powers of two, a few of them zero."""
+    """Return values of very different magnitudes, some of them zero."""
     generator = torch.Generator().manual_seed(numel)
     values = torch.exp2(-spread * torch.rand(numel, generator=generator)) * 1e-3
     values[::17] = 0.0

@@ -1,4 +1,4 @@
-"""The loss scale against tables worked out by hand."""
+"""The loss scale is compared with tables computed by hand."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from deepseek_zero.precision.loss_scale import LossScaleError, LossScaler, LossS
 
 GOOD, BAD = False, True
 
-# Worked out by hand from DeepSpeed's rule: (verdict, scale after, hysteresis after).
+# Computed by hand from DeepSpeed's rule: (step is bad, scale after, hysteresis after).
 WINDOW_3_HYSTERESIS_2 = [
-    (GOOD, 16, 2),  # step 0: no good step lies between it and the overflow "at -1"
+    (GOOD, 16, 2),  # step 0: no good step since the initial overflow, which counts as step -1
     (GOOD, 16, 2),
     (GOOD, 16, 2),
-    (GOOD, 32, 2),  # step 3: 3 - (-1) - 1 = 3 good ones, a window
-    (BAD, 32, 1),  # forgiven
-    (BAD, 16, 1),  # not forgiven
-    (BAD, 8, 1),  # hysteresis is spent until a window passes
-    (GOOD, 8, 1),  # step 7, last overflow 6: 0 between
+    (GOOD, 32, 2),  # step 3: 3 - (-1) - 1 = 3 good steps, which is one window
+    (BAD, 32, 1),  # absorbed by the hysteresis
+    (BAD, 16, 1),  # not absorbed
+    (BAD, 8, 1),  # the hysteresis stays used up until a window has passed
+    (GOOD, 8, 1),  # step 7, last overflow at 6: 0 good steps
     (GOOD, 8, 1),
-    (BAD, 4, 1),  # the window starts again
+    (BAD, 4, 1),  # the window restarts
     (GOOD, 4, 1),
     (GOOD, 4, 1),
     (GOOD, 4, 1),
-    (GOOD, 8, 2),  # step 13, last overflow 9: 3 between; refilled
+    (GOOD, 8, 2),  # step 13, last overflow at 9: 3 good steps; the hysteresis is restored
     (GOOD, 8, 2),
     (GOOD, 8, 2),
-    (GOOD, 16, 2),  # 6 between, the second window
+    (GOOD, 16, 2),  # 6 good steps, the second window
     (BAD, 16, 1),
 ]
 WINDOW_3_CONSECUTIVE_3 = [
     (BAD, 16, 2),
     (BAD, 16, 1),
-    (GOOD, 16, 3),  # refilled by one good step
+    (GOOD, 16, 3),  # one good step restores the hysteresis
     (BAD, 16, 2),
     (BAD, 16, 1),
     (BAD, 8, 1),

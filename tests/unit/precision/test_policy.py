@@ -1,4 +1,4 @@
-"""An fp32 number in two halves, and the cast whose rounding makes that lossless."""
+"""An fp32 main weight is split into two 16-bit halves without loss."""
 
 from __future__ import annotations
 
@@ -47,27 +47,29 @@ SOME_HIGH = (
 
 
 def values_of(high: Tensor, low: Tensor) -> Tensor:
-    """Every combination of upper and lower halves, as fp32."""
+    """Return every combination of upper and lower halves as fp32."""
     bits = ((high.long()[:, None] << 16) + low.long()[None, :]).reshape(-1)
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
 def every_exponent() -> Tensor:
-    """All 65,536 upper halves with lower halves around each border: subnormals, ties, infinities,
-    NaNs.
+    """Return all 65,536 upper halves, each with lower halves at boundaries.
+
+    They include subnormals, ties, infinities and NaNs.
     """
     return values_of(torch.arange(1 << 16), torch.tensor(INTERESTING_LOW))
 
 
 def every_remainder() -> Tensor:
-    """All 65,536 lower halves under upper halves at each border, both signs."""
+    """Return all 65,536 lower halves with boundary upper halves of both signs."""
     high = torch.tensor(SOME_HIGH)
     return values_of(torch.cat([high, high | 0x8000]), torch.arange(1 << 16))
 
 
 def cast_by_the_definition(master: Tensor) -> Tensor:
-    """Add half of the last kept bit to the magnitude and cut; infinity is cut, and each NaN is the
-    canonical one.
+    """Round half up in magnitude to bf16.
+
+    Infinity is truncated, and each NaN becomes the canonical NaN.
     """
     bits = master.view(torch.int32)
     kept = torch.where((bits & 0x007FFFFF) != 0, CANONICAL_NAN, bits)
@@ -128,7 +130,7 @@ def test_the_largest_number_rounds_to_infinity_and_is_restored() -> None:
 @pytest.mark.parametrize("numel", [0, 1, CAST_TILE.cpu - 1, CAST_TILE.cpu, 2 * CAST_TILE.cpu + 3])
 def test_tiles_do_not_change_results(numel: int) -> None:
     master = torch.randn(numel)
-    master[numel // 2 :: 1000] = float("nan")  # some tiles have one and some have none
+    master[numel // 2 :: 1000] = float("nan")  # so that some tiles contain a NaN and some do not
     weight, remainder = halves_of(master)
     back, scratch = (
         torch.empty_like(master),

@@ -1,6 +1,4 @@
-"""Where a step went: the parts add up, a wait that matters has a sentence, overlap is what was not
-stood still for.
-"""
+"""Test the report of step times: its parts, the advice about waits, and the overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link in figures: per step, against the best it can do and against the work beside it."""
+"""The report of a link per step: bytes, speed, overlap, and the bound by transfer and compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deepseek_zero.tiers.tier import Tier, TierMemory, Tiers, TransferMeter
 
 
 class Moved:
-    """What a disk of one rank would tell after four steps."""
+    """Counters of one rank's disk after four steps."""
 
     def __init__(self) -> None:
         self.reserved_bytes = 7

@@ -1,4 +1,4 @@
-"""The report of a rank's memory: totals, and the table that `print` shows."""
+"""Test the memory report of a rank: totals and the printed table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The memory of a step by kind: what an engine holds under its name, activations after the phase
-that made them.
-"""
+"""The memory of a step by category: engine states, and activations by phase."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def test_a_step_is_followed_by_kind(tmp_path: Path) -> None:
     peak = trace.peak
     assert params <= peak["weight"] <= params + 4096 and sum(peak.values()) == trace.peak_bytes
     kept = [sample.get(ACTIVATIONS, 0) for sample in trace.samples]
-    assert max(kept) >= ROWS * 4 * WIDTH * 4  # tanh's output waits for backward
+    assert max(kept) >= ROWS * 4 * WIDTH * 4  # the output of tanh is saved for the backward pass
     assert kept[-1] < ROWS * WIDTH * 4 and kept[0] < max(kept)
     assert trace.samples[-1]["moments"] >= 2 * params
     assert [phase for _, phase in trace.marks if phase in ("forward", "backward", "optimizer")]

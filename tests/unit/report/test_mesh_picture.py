@@ -1,6 +1,4 @@
-"""The pictures of axes say what mesh and schedule say: places of ranks, times of computations, idle
-time.
-"""
+"""Pictures of a mesh and of a pipeline show rank positions, computation times and idle time."""
 
 from __future__ import annotations
 

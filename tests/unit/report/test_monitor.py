@@ -1,6 +1,4 @@
-"""Monitors write DeepSpeed's layout on rank 0 and name the package that is missing on every
-rank.
-"""
+"""Monitors write in DeepSpeed's layout on rank 0; a missing package is an error on every rank."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def csv_master(folder: Path) -> MonitorMaster:
 
 
 class Recorder:
-    """Stands for a package's run object; keeps what it was told."""
+    """A fake run object that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -45,7 +43,7 @@ class Recorder:
 def install(
     monkeypatch: pytest.MonkeyPatch, name: str, starter: str
 ) -> tuple[Recorder, dict[str, Any]]:
-    """Put a package called `name` in place whose function `starter` returns a Recorder."""
+    """Install a fake package `name` whose function `starter` returns a Recorder."""
     recorder, started = Recorder(), {}
     package = ModuleType(name)
 

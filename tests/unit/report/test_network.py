@@ -1,4 +1,4 @@
-"""What a step sends over each kind of link, in a line: from counters and the plan alone."""
+"""The bytes that a step sends over each kind of link are reported from counters and the plan."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planned(per_host: int) -> Plan:
 
 
 def metered(plan: Plan, far: float, steps: int = 2) -> Meter:
-    """The counts of a first step and so many others, of a second each."""
+    """Return the counters after a first step and `steps` more steps of one second each."""
     meter, volume = Meter(), plan.volume()
     meter.count("broadcast", 10**6, 10**6)  # before the first step
     assert meter.end_step()
@@ -48,7 +48,7 @@ def metered(plan: Plan, far: float, steps: int = 2) -> Meter:
 
 
 def groups(per_host: int) -> Any:
-    """The groups that share slices: four ranks on two hosts."""
+    """Return the shard group of four ranks on two hosts."""
     near, across = (
         SimpleNamespace(size=2, inter_node=frozenset()),
         SimpleNamespace(size=2, inter_node=frozenset({1})),
@@ -107,7 +107,7 @@ def test_reported_savings_of_codes_between_hosts_equal_a_run_without_codes(
     hosts: int, mesh: Mesh, per_host: int, secondary: int, saves: bool
 ) -> None:
     def sent(rank: Rank, *, coded: bool) -> tuple[dict[str, NetworkLink], float]:
-        """The links, and the bytes that went to other hosts in a step."""
+        """Return the links and the bytes per step that were sent to other hosts."""
         model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
         config = {
             "train_micro_batch_size_per_gpu": 1,

@@ -1,6 +1,4 @@
-"""The plan's picture says what the plan and the schedule say, and is drawn for few units and for
-many.
-"""
+"""The picture of a plan shows its bytes and schedule, for any number of units."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tests.unit.report.test_plots import is_png_of
 
 
 def plan_of(stage: int, tier: Tier = Tier.DEVICE, numel: int = 8192) -> Plan:
-    """A plan of one unit: a tensor that Adam updates, and a frozen one."""
+    """Return a plan of one unit with a trained tensor, which Adam updates, and a frozen one."""
     settings = PlanSettings(
         stage=stage, weight_tier=tier if stage == 3 else Tier.DEVICE, state_tier=tier
     )

@@ -1,4 +1,4 @@
-"""Pictures need matplotlib, and a missing package is an error with a command."""
+"""Plots require matplotlib; if it is missing, the error shows the install command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes can be read back, also after it was killed in the middle of a line."""
+"""Records of a run can be read back even if the process was killed while writing a line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timers report the mean per call and forget what an exception left open."""
+"""Timers report the mean per call and discard a call that raised an exception."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deepseek_zero.report.timers import Timers
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock whose hand the test moves: clock[0]."""
+    """Replace the clock by `clock[0]`, which the test sets."""
     hand = [0.0]
     monkeypatch.setattr(timers.time, "perf_counter", lambda: hand[0])
     return hand

@@ -1,4 +1,4 @@
-"""accelerate's count of CPU ranks, by a stand-in that counts as accelerate does."""
+"""The number of CPU ranks that accelerate finds, with a stand-in for its `PartialState`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepseek_zero.engine.mesh_statements import MeshStatement
 
 
 class PartialState:
-    """Chooses no backend on CPU ranks, joins the group by `deepspeed.comm`, then counts."""
+    """Initialize the process group through `deepspeed.comm`, then count the ranks."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 

@@ -1,4 +1,4 @@
-"""The accelerator object under DeepSpeed's name."""
+"""Test `deepspeed.accelerator`."""
 
 from __future__ import annotations
 

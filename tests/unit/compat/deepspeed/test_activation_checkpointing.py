@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: layers are recomputed as configured."""
+"""`deepspeed.checkpointing` recomputes layers as configured."""
 
 from __future__ import annotations
 

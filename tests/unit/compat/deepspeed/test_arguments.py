@@ -1,4 +1,4 @@
-"""What no door can take is refused by name, in a sentence of ours, before anything is built."""
+"""Invalid arguments and configurations raise an error that names them before anything is built."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_states_that_an_engine_cannot_save_or_load_are_named(tmp_path: Path) -> 
         refused(call, words)
     assert {path.name for path in tmp_path.iterdir()} <= {
         ".writer"
-    }  # who writes there, said before anything is
+    }  # the lock file of the writer is created before the arguments are checked
     engine.destroy()
 
 
@@ -425,7 +425,7 @@ def test_a_value_is_shown_as_repr_shows_it_and_cut() -> None:
 def test_an_optimizer_that_accelerate_wrapped_before_is_the_one_inside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Accelerator.prepare wraps it first where ParallelismConfig has tensor-parallel ranks."""
+    """accelerate wraps the optimizer first if its ParallelismConfig has tensor-parallel ranks."""
 
     class AcceleratedOptimizer(torch.optim.Optimizer):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -459,7 +459,7 @@ def test_the_flags_become_a_scheduler_block() -> None:
     block, problem = get_config_from_args(args)
     assert problem is None and block is not None and args.lr_range_test_staircase is False
     assert block["type"] == "OneCycle" and block["params"]["cycle_max_lr"] == 0.5
-    assert "cycle_second_step_size" not in block["params"]  # -1 says that nothing was given
+    assert "cycle_second_step_size" not in block["params"]  # -1 is the default of the flag
     schedule = resolve_schedule(
         block["type"], block["params"], SimpleNamespace(param_groups=[{"lr": 9.0}])
     )

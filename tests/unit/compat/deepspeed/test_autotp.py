@@ -1,4 +1,4 @@
-"""Plans of transformers are converted to specifications of tensor parallelism."""
+"""Tensor-parallel plans of transformers are converted to tensor-parallel specifications."""
 
 from __future__ import annotations
 

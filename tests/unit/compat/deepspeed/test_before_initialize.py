@@ -1,4 +1,4 @@
-"""What programs state before `deepspeed.initialize` is compared with its arguments."""
+"""Settings passed before `deepspeed.initialize` must agree with its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks are merged when the shape of a checkpoint changes."""
+"""Test which ranks are merged if a checkpoint is loaded with another shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives under DeepSpeed's names."""
+"""Test the collectives of `deepspeed.comm`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deepseek_zero.compat.deepspeed import comm
 
 @pytest.fixture(params=[False, True])
 def group(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No process group, or one of one rank."""
+    """Run with no process group and with a group of one rank."""
     if request.param:
         comm.init_distributed()
     yield

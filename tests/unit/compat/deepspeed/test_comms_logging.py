@@ -1,4 +1,4 @@
-"""The log of collectives under DeepSpeed's name."""
+"""Test the communication logger of `deepspeed.comm`."""
 
 from __future__ import annotations
 

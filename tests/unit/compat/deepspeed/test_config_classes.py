@@ -1,4 +1,4 @@
-"""DeepSpeed's classes of the configuration."""
+"""Test the configuration classes of DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam computes the update of torch's Adam, also by subgroups."""
+"""`DeepSpeedCPUAdam` computes the update of `torch.optim.Adam`, also by subgroups."""
 
 from __future__ import annotations
 

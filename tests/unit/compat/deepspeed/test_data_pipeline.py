@@ -1,6 +1,4 @@
-"""Curricula: schedules, index files, the order of samples against a slow rule, and where a resumed
-run is.
-"""
+"""Curriculum learning: schedules, index files, the order of samples, and resuming."""
 
 from __future__ import annotations
 
@@ -161,7 +159,7 @@ RARITIES = [(5 * sample) % 9 for sample in range(MANY)]
 
 
 def index_files(folder: Path, name: str, values: list[int]) -> dict[str, str]:
-    """Write what an analysis finds: samples by rising value, and the value of each row."""
+    """Write the files of a data analysis: samples sorted by value, and the value of each row."""
     levels = sorted(set(values))
     rows = [[sample for sample in range(MANY) if values[sample] == level] for level in levels]
     return {
@@ -225,7 +223,7 @@ def difficulty(config: dict[str, Any], step: int) -> int:
 
 
 def is_let_in(name: str, config: dict[str, Any], sample: int, level: int) -> bool:
-    """Whether a sample is as easy as a level of one metric, asked of the sample alone."""
+    """Return whether the sample is at most as difficult as the level of this metric."""
     if config["clustering_type"] == "single_cluster":
         return True
     values = LENGTHS if name == "length" else RARITIES
@@ -238,7 +236,7 @@ def is_let_in(name: str, config: dict[str, Any], sample: int, level: int) -> boo
 
 
 def slow_order(metrics: dict[str, Any], steps: int, step_samples: int = 12) -> list[list[int]]:
-    """The samples of each step: lists of numbers, and the same generator of numpy's."""
+    """Return the samples of each step, drawn with the same NumPy generator."""
     generator, clusters, places = np.random.default_rng(5), list[list[int]](), list[int]()
     given, levels = [], dict[str, int]()
     for step in range(1, steps + 1):
@@ -289,7 +287,7 @@ def test_samples_have_the_order_of_a_simple_reference(
     assert steps[:-1] == expected[:-1] and steps[-1] == expected[-1][: len(steps[-1])]
     assert (
         sum(map(len, steps)) == 4 * MANY + 3 * ranks
-    )  # one micro-batch more than the epochs have, as in DeepSpeed
+    )  # DeepSpeed also adds one micro-batch after the last epoch
     assert len(each[0]) == sampler(metrics, 0, ranks).micro_batches
     if case == "by value":
         assert (
@@ -310,7 +308,7 @@ def test_a_resumed_sampler_returns_the_same_samples(case: str, tmp_path: Path) -
         later = sampler(metrics)
         later.load_state_dict(saved)
         assert list(later) == whole[given:]
-        # a step that was begun is given again from its first micro-batch
+        # an unfinished step is repeated from its first micro-batch
         again = sampler(metrics)
         again.load_state_dict(first.state_dict(again=given % 4))
         assert list(again) == whole[given - given % 4 :]
@@ -348,7 +346,7 @@ def test_samples_without_a_possible_batch_are_refused(tmp_path: Path) -> None:
     files = index_files(tmp_path, "length", LENGTHS)
     with pytest.raises(UsageError, match="as easy as the curriculum begins"):
         next(iter(sampler({"length": metric("value", 0, 1, 100, **files)})))
-    few = metric("value", 1, 1, 1, **files)  # five samples have this length
+    few = metric("value", 1, 1, 1, **files)  # only five samples have this length
     with pytest.raises(UsageError, match="finds 10 samples"):
         list(sampler({"length": few}, 0, 4))
     with pytest.raises(UsageError, match="difficulty_type"):
@@ -408,7 +406,7 @@ def test_an_engine_resumes_with_the_same_samples(layout: str, tmp_path: Path) ->
     for _ in range(3):
         first.train_batch()
     first.backward(first(next(iter(first.training_dataloader))))
-    first.step()  # of a step of two micro-batches, which is begun when it is saved
+    first.step()  # the first of two micro-batches, so the checkpoint is saved inside a step
     first.save_checkpoint(tmp_path / "saved", tag="3")
     later = engine_of(metrics, **keys)
     later.load_checkpoint(tmp_path / "saved", tag="3")
@@ -427,7 +425,7 @@ def test_an_engine_resumes_with_the_same_samples(layout: str, tmp_path: Path) ->
         },
         training_data=TensorDataset(torch.ones(4, 2)),
     )[0]
-    plain.load_checkpoint(tmp_path / "saved", tag="3")  # without the section, too
+    plain.load_checkpoint(tmp_path / "saved", tag="3")  # data_efficiency is not needed
     for engine in (whole, first, later, plain):
         engine.destroy()
 

@@ -1,6 +1,4 @@
-"""The drop-in: what stands under DeepSpeed's name, that it is ours, and that nothing genuine is
-touched.
-"""
+"""The drop-in provides DeepSpeed's modules and names and does not change an installed DeepSpeed."""
 
 from __future__ import annotations
 
@@ -22,13 +20,11 @@ from deepseek_zero.compat.deepspeed.module_stub import VERSION, inventory
 from deepseek_zero.compat.deepspeed.provided import PROVIDED
 
 SOURCE = str(Path(deepseek_zero.__path__[0]).parent)
-MOST_OF_TORCHS_IMPORT = 0.3  # 0.18 was measured
+MOST_OF_TORCHS_IMPORT = 0.3  # measured: 0.18
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh Python; it finds the house and nothing else of ours unless `environment` says
-    more.
-    """
+    """Run code in a new Python process that finds only this package by default."""
     given = {name: value for name, value in os.environ.items() if name != dropin.SWITCH}
     given |= {"PYTHONPATH": SOURCE} | environment
     return subprocess.run(
@@ -61,7 +57,7 @@ def test_every_module_and_name_of_deepspeeds_can_be_imported(as_deepspeed: None)
 
 
 def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`python -m NAME` behind the name deepspeed."""
+    """Run `python -m NAME` with the drop-in enabled."""
     given = os.environ | dropin.child_environment(
         {"PYTHONPATH": SOURCE, "PATH": os.environ["PATH"]}
     )
@@ -176,7 +172,7 @@ def test_plain_pickle_reads_what_a_genuine_deepspeed_wrote(as_deepspeed: None) -
         "optimizer_state_dict"
     ]
     assert type(read["loss_scaler"]).__module__ == "deepseek_zero.compat.deepspeed.loss_scaler"
-    read["loss_scaler"].update_scale(False)  # it goes on where it was
+    read["loss_scaler"].update_scale(False)  # the state of the scaler continues
     assert read["loss_scaler"].loss_scale >= 1 and read["zero_stage"] == 3
 
 
@@ -191,7 +187,7 @@ def test_it_is_enabled_and_disabled(as_deepspeed: None) -> None:
     assert dropin.is_dropin_active() and not dropin.is_dropin_imported()
     importlib.import_module("deepspeed.runtime.zero")
     assert dropin.is_dropin_imported()
-    assert dropin.install_as_deepspeed() == dropin.DIRECTORY  # twice is harmless
+    assert dropin.install_as_deepspeed() == dropin.DIRECTORY  # a second call changes nothing
     assert sys.path.count(str(dropin.DIRECTORY)) == 1
     assert os.environ["PYTHONPATH"].split(os.pathsep).count(str(dropin.DIRECTORY)) == 1
     dropin.uninstall_as_deepspeed()
@@ -230,7 +226,7 @@ def test_the_line_for_pythons_start_waits_for_its_switch() -> None:
     line = Path(SOURCE, "deepseek_zero_dropin.pth").read_text(encoding="utf-8")
     assert (
         line.startswith("import ") and line.count("\n") == 1
-    )  # site runs such a line, and only if it is one
+    )  # the site module executes only lines that start with "import"
     code = (
         f"exec({line!r})\nimport "
         "importlib.util\nprint(importlib.util.find_spec('deepspeed').origin)"
@@ -240,17 +236,17 @@ def test_the_line_for_pythons_start_waits_for_its_switch() -> None:
 
 
 def test_the_import_adds_little_to_that_of_torch(tmp_path: Path) -> None:
-    # accelerate asks for the engine's class in every unwrap_model; pydantic alone costs more than
-    # all of ours
+    # accelerate imports the engine class in every call of unwrap_model. Importing pydantic takes
+    # longer than importing all of this package.
     code = (
-        # A collection walks torch's objects, whenever it comes
+        # garbage collection would traverse the objects of torch at an arbitrary time
         "import gc, sys, time; gc.disable(); start = time.process_time(); import torch; middle = "
         "time.process_time(); from deepspeed import DeepSpeedEngine; end = time.process_time(); "
         "print((end - middle) / (middle - start), *{'pydantic', 'rich', 'torch._dynamo'} & "
         "sys.modules.keys())"
     )
     path = os.pathsep.join([str(dropin.DIRECTORY), SOURCE])
-    # Once, as an install does
+    # The first run writes the bytecode, as an installation does.
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     runs = [python(code, PYTHONPATH=path, **compiled).stdout.split() for _ in range(3)]
     assert min(float(ratio) for ratio, *_ in runs) < MOST_OF_TORCHS_IMPORT, runs

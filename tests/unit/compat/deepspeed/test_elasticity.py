@@ -1,4 +1,4 @@
-"""Elastic batch sizes equal DeepSpeed's, and invalid sections are refused."""
+"""Elastic batch sizes equal those of DeepSpeed, and invalid sections are refused."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ELASTIC: dict[str, Any] = {
 
 def test_the_elastic_batch_is_deepspeeds() -> None:
     batch, ranks = elasticity.compute_elastic_config({"elasticity": ELASTIC})
-    assert batch == 9792 and len(ranks) == 23  # the figures of DeepSpeed's own test
+    assert batch == 9792 and len(ranks) == 23  # the values of DeepSpeed's test
     for count in ranks:
         assert 32 <= count <= 1500 and any(
             batch % (count * size) == 0 for size in ELASTIC["micro_batch_sizes"]
         )
     assert elasticity.compute_elastic_config({"elasticity": ELASTIC}, world_size=64)[2] == 17
-    # The least common multiple of these is over the limit.
+    # The least common multiple of these sizes exceeds the limit.
     narrow = ELASTIC | {
         "max_train_batch_size": 32,
         "micro_batch_sizes": [1, 2, 3, 7],

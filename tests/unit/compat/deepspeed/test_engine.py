@@ -1,6 +1,4 @@
-"""What programs written for DeepSpeed find of its ZeRO behind its name, beside what every door
-has.
-"""
+"""Test engine features that exist only under the name deepspeed."""
 
 from __future__ import annotations
 
@@ -26,14 +24,14 @@ HIDDEN = 6
 
 @pytest.fixture(autouse=True)
 def alone(as_deepspeed: None) -> Iterator[None]:
-    """The drop-in, and no group behind a test: DeepSpeed's `initialize` starts one."""
+    """Enable the drop-in, and destroy the process group that `initialize` creates."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Model(nn.Module):
-    """Two layers and the mean of their squares."""
+    """Two linear layers with a layer norm; the output is a mean square."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +74,7 @@ def test_torch_func_differentiates_an_engine_as_its_model(stage: int, accumulati
     torch.testing.assert_close(torch.func.jacrev(engine)(x[0]), torch.func.grad(plain)(x[0]))
     each, same = (torch.func.vmap(torch.func.grad_and_value(model))(x) for model in (engine, plain))
     torch.testing.assert_close(each, same)
-    for _ in range(accumulation):  # an ordinary step comes out as if nothing had been
+    for _ in range(accumulation):  # the transforms above do not change a normal training step
         engine.backward(engine(x))
         engine.step()
     plain(x).backward()
@@ -174,7 +172,7 @@ def test_a_parameter_is_gathered_and_partitioned_by_its_own_methods(is_wrapped: 
     weight.partition([weight, bias])
     assert weight.ds_status is bias.ds_status is ZeroParamStatus.NOT_AVAILABLE
     weight.all_gather()
-    assert torch.equal(weight.data, plain.first.weight)  # what was changed was not to be kept
+    assert torch.equal(weight.data, plain.first.weight)  # the change was discarded
     weight.data.zero_()
     weight.partition(has_been_updated=True)
     with deepspeed.zero.GatheredParameters(weight):
@@ -327,7 +325,7 @@ def test_a_group_of_one_rank_under_a_launcher_with_several_is_reported() -> None
 
 def test_a_model_can_be_wrapped_again_after_its_engine_was_deleted() -> None:
     model, given = Model(), config(0, fp16={"enabled": True, "initial_scale_power": 4})
-    for _ in range(2):  # nobody has ended the engine of the first round
+    for _ in range(2):  # the engine of the first round is not destroyed explicitly
         engine = built(given, model)
         engine.backward(engine(torch.ones(2, HIDDEN).half()))
         engine.step()
@@ -356,7 +354,7 @@ def test_an_optimizer_maps_parameters_to_even_partitions() -> None:
     assert [optimizer.get_param_id(param) for param in params] == list(range(len(params)))
     assert optimizer.param_to_partition_ids == [{number: [0] for number in range(len(params))}]
     optimizer.runtime.comm_ctx.comm.size = (
-        2  # of 61 elements 31: the first part ends inside the first matrix
+        2  # each rank has 31 of 61 elements, so the first part ends inside the first matrix
     )
     assert optimizer.param_to_partition_ids == [{0: [0, 1], 1: [1], 2: [1], 3: [1], 4: [1], 5: [1]}]
 
@@ -379,7 +377,7 @@ def test_a_list_of_layers_reads_its_samples_in_order(of_layers: bool) -> None:
 def test_a_model_in_16_bits_can_run_inside_autocast() -> None:
     class Distance(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.mse_loss(super().forward(x), x)  # autocast computes it in fp32
+            return nn.functional.mse_loss(super().forward(x), x)  # computed in fp32 by autocast
 
     model = Distance(HIDDEN, HIDDEN)
     both = {
@@ -492,7 +490,7 @@ def test_saving_without_a_folder_is_a_value_error(tmp_path: Path) -> None:
     script.touch(0o600)
     engine._change_recovery_script_permissions(script)
     assert script.stat().st_mode & 0o777 == 0o700
-    engine._change_recovery_script_permissions(tmp_path / "missing")  # a line in the log
+    engine._change_recovery_script_permissions(tmp_path / "missing")  # only writes a log message
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -1,4 +1,4 @@
-"""DeepSpeed's memory estimators return the memory of this library's plans, in its table."""
+"""DeepSpeed's memory estimators return the memory of this library's plans."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PARAMS = 8_000_000
 
 
 def test_the_estimators_count_what_our_plans_hold() -> None:
-    # bf16, in bytes: weight 2, gradient 2, what the master has beyond the weight 2, moments 8
+    # bytes per parameter in bf16: weight 2, gradient 2, rest of the main weight 2, moments 8
     host, device, layer = estimators.estimate_zero3_model_states_mem_needs(
         PARAMS, 1000, 4, 2, cpu_offload=False, cpu_offload_params=False
     )
     assert layer == 4000 and device == 14 * PARAMS // 8 + layer and host == 4 * 1000 * 4
     host, device, _ = estimators.estimate_zero3_model_states_mem_needs(PARAMS, 1000, 4, 2)
-    assert device == layer  # weights and states lie on the host
+    assert device == layer  # weights and optimizer states are offloaded to the host
     assert host == pytest.approx(4 * 14 * PARAMS / 8, rel=0.01)
     host, device = estimators.estimate_zero2_model_states_mem_needs(PARAMS, 4, 2, cpu_offload=False)
     assert device == 2 * PARAMS + 12 * PARAMS // 8 < mixed_precision_adam_bytes(PARAMS, 8, 2)

@@ -1,4 +1,4 @@
-"""Process groups under DeepSpeed's names."""
+"""Test the process groups of `deepspeed.utils.groups`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_groups_and_collectives_of_a_world_of_one() -> None:
 
 
 class OneEngine:
-    """All that `groups` asks of an engine."""
+    """An engine with the only attribute that `groups` reads."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -63,7 +63,7 @@ def test_groups_use_the_mesh_of_the_current_engine(monkeypatch: pytest.MonkeyPat
     assert groups.get_tensor_model_parallel_src_rank() == 13
     engine: Any = OneEngine(Mesh(pp=2, sp=2, tp=2).on_world(16, 13))
     groups.use_mesh_of(engine)
-    del engine  # programs that keep no engine go on to use its groups
+    del engine  # the groups remain in use after the engine was deleted
     assert (groups.get_data_parallel_world_size(), groups.get_data_parallel_rank()) == (2, 1)
     assert (
         groups.get_tensor_model_parallel_world_size(),

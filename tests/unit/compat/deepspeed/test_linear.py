@@ -1,4 +1,4 @@
-"""DeepSpeed's linear layer for stage 3."""
+"""Test DeepSpeed's linear layer for stage 3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dynamic loss scaler under DeepSpeed's name."""
+"""Test the dynamic loss scaler of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_the_dynamic_scaler_follows_the_rule() -> None:
     for overflow in (True, True, False, False, False, True, True):
         scaler.update_scale(overflow)
         seen.append(scaler.loss_scale)
-    # the first overflow is forgiven; two good steps after the last one double it, and forgive once
-    # more
+    # Hysteresis absorbs the first overflow. Two good steps after the last overflow double the scale
+    # and restore the hysteresis.
     assert seen == [16, 8, 8, 8, 16, 16, 8]
     with pytest.raises(RuntimeError, match="already at minimum"):
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""Parameter groups of experts under DeepSpeed's names."""
+"""Test the parameter groups for experts of `deepspeed.moe`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""DeepSpeed's expert layers: where gates send tokens, and that layers compute what the routes
-say.
-"""
+"""DeepSpeed's expert layers: the routing of the gates and the outputs of the layers."""
 
 from __future__ import annotations
 
@@ -38,8 +36,9 @@ def gated(k: int, logits: Tensor, factor: float, **more: Any) -> Any:
 
 
 def routes_by_hand(k: int, logits: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Go token by token, first choices first where k is 2: (weights [tokens, experts, slots], kept
-    pairs).
+    """Route one token at a time, for ``k == 2`` all first choices first.
+
+    Returns weights of shape [tokens, experts, slots] and the number of kept tokens per expert.
     """
     gates, best = logits.softmax(1), logits.topk(k, dim=1).indices
     pairs = [
@@ -54,7 +53,7 @@ def routes_by_hand(k: int, logits: Tensor, capacity: int) -> tuple[Tensor, Tenso
         if taken[expert] < capacity:
             found[token, expert, taken[expert]] = gates[token, expert]
         taken[expert] += 1
-    if k > 1:  # weights of what is kept add up to 1
+    if k > 1:  # the weights of the kept experts of a token add up to 1
         found /= found.sum((1, 2), keepdim=True).clamp(min=torch.finfo(found.dtype).eps)
     return found, torch.tensor(taken)
 
@@ -71,7 +70,7 @@ def test_gates_route_tokens_like_a_loop(k: int, factor: float) -> None:
 
 def test_the_largest_gates_are_kept_and_capacity_can_follow_the_fullest_expert() -> None:
     logits = torch.tensor([[1.0, 0.0], [3.0, 0.0], [2.0, 0.0]])
-    # An expert takes 2; the first token has the smallest gate
+    # The capacity of an expert is 2, and the first token has the smallest gate value.
     kept = topkgating(logits, 1, 1.0, 0)[2]
     assert kept.any(2)[:, 0].tolist() == [False, True, True]
     drawn = top1gating(logits, 1.0, 0)[2]
@@ -161,7 +160,7 @@ def test_one_ranks_experts_of_deepspeed_are_not_taken_for_the_first_ones(is_stri
         layer.load_state_dict(own, strict=is_strict)
     layer.load_state_dict(whole)
     alone = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), EXPERTS)
-    alone.load_state_dict(own, strict=False)  # a part on purpose
+    alone.load_state_dict(own, strict=False)  # a partial state dict is loaded intentionally
 
 
 def test_expert_layers_train_under_deepspeeds_name(as_deepspeed: None) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's monitors."""
+"""Test the monitors of DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands of DeepSpeed's multinode runners."""
+"""Test the commands of DeepSpeed's multi-node runners."""
 
 from __future__ import annotations
 

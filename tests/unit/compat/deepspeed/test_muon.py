@@ -1,4 +1,4 @@
-"""Muon's update function and marks under DeepSpeed's names."""
+"""Test the Muon update function and parameter marks of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_marks_select_the_parameters_of_muon() -> None:
         {"embed": nn.Embedding(8, 4), "inner": nn.Linear(4, 4), "head": nn.Linear(4, 8)}
     )
     assert [len(group["params"]) for group in Muon.parameter_groups(model)] == [1, 4]
-    mark_parameters(model)  # DeepSpeed leaves out embeddings and lm_head alone
+    mark_parameters(model)  # DeepSpeed excludes only embeddings and lm_head
     matrices, rest = Muon.parameter_groups(model)
     assert [id(each) for each in matrices["params"]] == [
         id(model["inner"].weight),

@@ -1,4 +1,4 @@
-"""DeepSpeed's builders of compiled operations, and its optimizer classes."""
+"""Test DeepSpeed's op builders and optimizer classes."""
 
 from __future__ import annotations
 

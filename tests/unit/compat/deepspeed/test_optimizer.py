@@ -1,4 +1,4 @@
-"""The optimizer of an engine at stage 0 under DeepSpeed's name."""
+"""Test the optimizer of a stage-0 engine under the name deepspeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's attributes of parameters exist only while a program shards parameters."""
+"""DeepSpeed's parameter attributes exist only while an engine shards the parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline names: topologies, schedules, PipelineModule."""
+"""Test the names of `deepspeed.pipe`: topologies, schedules and `PipelineModule`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's topologies and grids of pipelines."""
+"""Test the topologies and grids of `deepspeed.pipe`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiler of FLOPs and the timers under DeepSpeed's names."""
+"""Test DeepSpeed's FLOPs profiler and timers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_profiler_counts_a_forward_by_module(capsys: pytest.CaptureFixture[s
         profiler.get_total_flops()
     profiler.start_profile()
     for _ in range(2):
-        model(torch.ones(3, 4)).sum().backward()  # backward is not counted
+        model(torch.ones(3, 4)).sum().backward()  # the backward pass is not counted
     profiler.stop_profile()
     model(torch.ones(3, 4))
     assert profiler.get_total_flops() == 2 * found[0] and profiler.get_total_duration() > 0

@@ -1,6 +1,4 @@
-"""DeepSpeed's named streams: draws apart from the default generator, again the same where a
-checkpoint recomputes.
-"""
+"""Named RNG states are separate from the default generator and restored for recomputation."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(coordinate: int) -> tuple[Tensor, Tensor]:
-    """What a rank draws in the stream of split layers, and after it outside."""
+    """Return random values from the model-parallel state and from the default generator."""
     remember_mpu(SimpleNamespace(get_model_parallel_rank=lambda: coordinate))
     try:
         checkpointing.model_parallel_cuda_manual_seed(7)

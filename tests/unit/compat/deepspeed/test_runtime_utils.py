@@ -1,4 +1,4 @@
-"""Helpers of `deepspeed.runtime.utils`."""
+"""Test the helpers of `deepspeed.runtime.utils`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""DeepSpeed's sparse attention under its own names: configurations, modules, and utilities for
-trained models.
-"""
+"""DeepSpeed's sparse attention: configurations, modules, and utilities for trained models."""
 
 from __future__ import annotations
 
@@ -107,7 +105,7 @@ def test_the_module_is_dense_attention_under_the_layout_and_its_masks(
     assert torch.allclose(*grads, atol=1e-5) and grads[0].any()
     other = SparseSelfAttention(config, key_padding_mask_mode="mul", attn_mask_mode="add")
     added = torch.zeros(21, 21).masked_fill(allowed == 0, -torch.inf)
-    # Queries after the 12th may see padding alone
+    # Queries from position 12 on may attend only to padding, so they are not compared.
     found = other(query, key, value, rpe, padding == 0, added)
     assert torch.allclose(found[:, :, :12], expected[:, :, :12], atol=1e-6)
 

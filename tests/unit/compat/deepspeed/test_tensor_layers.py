@@ -1,6 +1,4 @@
-"""DeepSpeed's split layers without a process group: shares of a dimension, what parameters carry,
-plans by name.
-"""
+"""DeepSpeed's tensor-parallel layers on one process: shard sizes, attributes, and plans."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ from deepseek_zero.compat.deepspeed.tensor_layers import (
     [
         (10, 3, {}, [4, 3, 3]),
         (12, 2, {"num_kv_heads": 3}, [8, 4]),
-        (13, 2, {"num_kv_heads": 3}, [7, 6]),  # heads do not divide it
+        (13, 2, {"num_kv_heads": 3}, [7, 6]),  # the number of heads does not divide 13
         (101, 2, {"tp_grain_size": 10}, [50, 51]),
         (5, 2, {"tp_grain_size": 10}, [3, 2]),
     ],
@@ -59,7 +57,7 @@ def test_layers_of_no_heads_are_shared_evenly() -> None:
         == [6, 6]
         == get_shard_size_list(12, 2, meta, "lm_head")
     )
-    assert get_shard_size_list(12, 2, "q_proj") == [6, 6]  # as older programs call it
+    assert get_shard_size_list(12, 2, "q_proj") == [6, 6]  # the signature of earlier versions
 
 
 def test_a_summary_lists_how_each_parameter_was_cut() -> None:

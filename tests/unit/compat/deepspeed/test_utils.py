@@ -1,4 +1,4 @@
-"""Helpers of `deepspeed.utils`."""
+"""Test the helpers of `deepspeed.utils`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's functions for parameters that another module reads."""
+"""Test DeepSpeed's functions for parameters that another module uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole weights out of a checkpoint folder on one process, under DeepSpeed's words and ours."""
+"""DeepSpeed's functions and ours consolidate a checkpoint folder into full fp32 weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEEPSPEED = [case for case in CASES if CASES[case]["stage"]]
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Any:
-    """A checkpoint of this library's in a world of one, and the fp32 state dict it must give."""
+    """Return a checkpoint of this library from one rank and its expected fp32 state dict."""
     engine = deepseek_zero.initialize(
         model=small(8), config=config(3, "bf16") | {"optimizer": {"type": "AdamW"}}
     )[0]
@@ -48,7 +48,7 @@ def same(found: dict[str, Any], told: dict[str, Tensor]) -> bool:
 
 
 def fp32_of(case: str) -> dict[str, Tensor]:
-    """What DeepSpeed said of a case's masters, frozen weights and running statistics aside."""
+    """Return the main weights, frozen weights and running statistics of a case."""
     told = torch.load(DATA / case / "expected.pt", weights_only=True)
     return {name: value for name, value in told.items() if " " not in name and name != "losses"}
 
@@ -150,4 +150,4 @@ def test_the_files_that_lightning_looks_for_of_a_folder_of_ours(ours: Any) -> No
     assert {path.suffix for path in folder.iterdir()} == {
         ".json",
         ".safetensors",
-    }  # nothing is left in it
+    }  # no other file remains

@@ -1,4 +1,4 @@
-"""The class `DeepSpeedCheckpoint`: the shape of the run that wrote a folder."""
+"""Test `DeepSpeedCheckpoint`, which infers the stage and the numbers of ranks from a folder."""
 
 from __future__ import annotations
 

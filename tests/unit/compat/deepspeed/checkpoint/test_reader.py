@@ -1,6 +1,4 @@
-"""Genuine checkpoints of DeepSpeed's pipelines are read by name, whole, whatever stages and ranks
-wrote them.
-"""
+"""DeepSpeed's pipeline checkpoints are read by parameter name, for all stages and ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ CASES = ["pipe_stage0", "pipe_stage1", "pipe_stage1_bf16"]
 
 
 class Layers(nn.Module):
-    """The parameters of the module that was saved, under its names."""
+    """A module with the parameter names of the saved model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Universal checkpoints are loaded under DeepSpeed's names."""
+"""DeepSpeed's universal checkpoints are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's layout as we write it is, value by value, the one a genuine DeepSpeed wrote."""
+"""Checkpoints written in DeepSpeed's layout equal those that DeepSpeed wrote, value by value."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from deepseek_zero.compat.deepspeed.checkpoint.writer import convert_to_deepspee
 from tests.data.deepspeed.make import CASES
 
 DATA = Path(__file__).parents[4] / "data" / "deepspeed"
-# What is ours to choose, or whose place it is to say: the configuration, and hyper-parameters that
-# say how to compute.
+# Keys that may differ: the configuration, and hyper-parameters that select an implementation.
 ASIDE = (
     "ds_config",
     "checkpoint_parallel_dimensions",
@@ -26,8 +25,8 @@ ASIDE = (
     "bias_correction",
     "ds_version",
 )
-# Of stage 3's flat tensors and fragments the elements behind a parameter's end mean nothing; rank 0
-# alone names ties.
+# Elements after the end of a parameter are padding in the flat tensors and fragments of stage 3.
+# Only rank 0 lists tied parameters.
 PADDED = ("fp32_flat_groups", "frozen_param_fragments", "shared_params")
 
 
