@@ -1,8 +1,7 @@
-"""Every way to put 2, 4 or 8 ranks along pp, dp, tp and sp, with ZeRO 0-3 in three number formats:
-one process's bits.
+"""Meshes of 2, 4 or 8 ranks with pp, dp, tp and sp axes train with the bits of one process.
 
-CI runs cases that try every pair of values on up to 8 ranks; DEEPSEEK_ZERO_FULL=1 runs the whole
-product, half an hour.
+Each runs with ZeRO stages 0 to 3 and three dtypes. CI runs enough cases to cover every pair of
+values on up to 8 ranks. DEEPSEEK_ZERO_FULL=1 runs the whole product, which takes half an hour.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ AXES = {
 
 
 def is_built(case: Case) -> bool:
-    """Whether the axes fill 2, 4 or 8 ranks."""
+    """Return whether the product of the mesh sizes is 2, 4 or 8."""
     return math.prod(case[:4]) in (2, 4, 8)
 
 
@@ -74,8 +73,9 @@ def test_sequence_parallelism_with_split_layers_and_stages(sizes: Sizes, stage: 
 
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
 def test_both_training_loops_of_stages_with_sequence_parallel_ranks(attention: Any) -> None:
-    """`train_batch` cuts whole batches itself, the plain loop is given this rank's tokens; messages
-    are as planned.
+    """`train_batch` shards whole batches; a plain loop passes each rank its tokens.
+
+    Both send the planned number of bytes.
     """
     config = config_of(3, "fp32") | {"sequence_parallel": {"attention": attention}}
 
@@ -95,7 +95,7 @@ def test_both_training_loops_of_stages_with_sequence_parallel_ranks(attention: A
                 planned = engine.runtime.plan.pipeline
                 assert planned is not None and planned.outputs == (
                     LENGTH * 32 * 4 // 2,
-                )  # of one sample
+                )  # bytes per sample
                 losses = []
                 for step in range(STEPS):
                     micros = [batch(step, micro, 0) for micro in range(MANY)]
@@ -105,7 +105,8 @@ def test_both_training_loops_of_stages_with_sequence_parallel_ranks(attention: A
                     else:
                         loss = engine.train_batch(iter(micros)).item()
                     sent = engine.runtime.comm.meter.sent_bytes["send"] - before
-                    # The first call's, or step's
+                    # the bytes of the headers: of one micro-batch in the plain loop, of a step
+                    # otherwise
                     described = planned.header_bytes // (MANY if is_plain else 1)
                     assert sent - (described if not step else 0) == MANY * ROWS * planned.outputs[0]
                     losses.append(loss)
@@ -121,9 +122,7 @@ def test_both_training_loops_of_stages_with_sequence_parallel_ranks(attention: A
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2, 1), (1, 2, 2, 1), (1, 2, 1, 2)])
 def test_a_gradient_is_clipped_by_its_norm_over_the_world(sizes: Sizes) -> None:
-    """Pitfalls: clipped per stage, or by a norm that counts a parameter as often as there are ranks
-    along "tp".
-    """
+    """The norm must cover all stages and count a parameter that tp ranks replicate once."""
     assert expected_of(2, sizes[2], sizes[1], True, "fp32", "sgd").norms[0] > 0.5
     assert run(sizes, 2 if sizes[0] == 1 else 3, "fp32", clipping=0.1) == "close"
 

@@ -1,6 +1,4 @@
-"""A client's optimizer keeps the state that it has when it is handed over, on any number of ranks,
-at any stage.
-"""
+"""The initial state of a client's optimizer is kept, for any stage and number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
 class OwnState(torch.optim.Optimizer):
-    """Has state in `__init__`, no counter, and values that no constant can stand for."""
+    """An optimizer whose `__init__` creates state that differs by element, without a counter."""
 
     granularity = "element"
 
@@ -50,7 +48,7 @@ class OwnState(torch.optim.Optimizer):
 
 
 class ByRow(OwnState):
-    """Has a state of another shape too."""
+    """Adds a state whose shape differs from that of the parameter."""
 
     granularity = "tensor"
 
@@ -69,7 +67,7 @@ class ByRow(OwnState):
 
 
 class RowOfElements(ByRow):
-    """Says that it may be cut anywhere, which its own state contradicts."""
+    """Declares that it may be split at any element, which contradicts its state."""
 
     granularity = "element"
 
@@ -181,7 +179,7 @@ def test_parameters_that_are_unfrozen_later_have_their_state_too(kind: str, stag
 
 
 def trained(engine: Any, rank: Rank) -> dict[str, Tensor]:
-    """Return the whole weights after STEPS steps; the engine is destroyed."""
+    """Return the full weights after STEPS steps, and destroy the engine."""
     for step in range(STEPS):
         engine.backward(engine(data(step, rank.index)).square().mean())
         engine.step()
@@ -295,7 +293,7 @@ def test_empty_entries_are_no_state() -> None:
     def make(params: Iterable[Any]) -> torch.optim.Optimizer:
         made = torch.optim.AdamW(params, lr=0.01)
         for param in made.param_groups[0]["params"]:
-            made.state[param]  # schedulefree's `train` leaves such entries
+            made.state[param]  # creates an entry, as schedulefree's `train` does
         return made
 
     assert_alike(on_ranks(lambda here, rank: train(here, rank, 2, make=make)), plainly(make))

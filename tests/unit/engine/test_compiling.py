@@ -1,4 +1,4 @@
-"""`engine.compile`: a module's own forward is restored."""
+"""`engine.compile` restores the forward method of a module."""
 
 from __future__ import annotations
 

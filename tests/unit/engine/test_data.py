@@ -1,6 +1,4 @@
-"""Which samples each rank's micro-batches have: the same in a step at every number of ranks, also
-after a resume.
-"""
+"""The samples of a step are the same for every number of ranks, also after resuming."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ from torch.utils.data.distributed import DistributedSampler
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.engine.data import ShardedLoader
 
-STEP = 48  # samples; as many micro-batches of 1, 2 or 4 for 1, 2, 3 or 4 ranks
+STEP = 48  # samples per step, for each number of ranks and each micro-batch size below
 WORLDS = [(ranks, micro) for ranks in (1, 2, 3, 4) for micro in (1, 2, 4)]
 DATA = TensorDataset(torch.arange(110))
 
 
 def loaders(ranks: int, micro: int, **more: Any) -> list[ShardedLoader]:
-    """One loader for each rank of a world."""
+    """Return one loader per rank."""
     meshes = [Mesh(dp_shard=ranks, rank=rank) for rank in range(ranks)]
     return [
         ShardedLoader(more.get("data", DATA), micro, mesh, step_samples=STEP, **more.get("how", {}))
@@ -31,9 +29,7 @@ def loaders(ranks: int, micro: int, **more: Any) -> list[ShardedLoader]:
 
 
 def steps(world: list[ShardedLoader], count: int) -> Iterator[list[int]]:
-    """Yield the samples of `count` steps, in the order in which micro-batches and ranks have
-    them.
-    """
+    """Yield the samples of `count` steps, ordered by micro-batch and rank."""
     streams = [iter(()) for _ in world]
     for _ in range(count):
         seen: list[int] = []
@@ -67,13 +63,13 @@ def test_a_step_has_the_same_samples_at_every_number_of_ranks(
 def test_another_number_of_ranks_continues_with_the_next_sample(
     ranks: int, micro: int, done: int
 ) -> None:
-    """Also from the middle of a step, which is taken again from its first micro-batch."""
+    """A step that was interrupted is repeated from its first micro-batch."""
     undisturbed = list(steps(loaders(1, 1), 9))
     first = loaders(3, 2)
     taken = steps(first, done)
     assert list(taken) == undisturbed[:done]
     begun = 0
-    if done % 3:  # not at the end of an epoch, where a new iterator would begin the next one
+    if done % 3:  # at the end of an epoch, a new iterator would start the next epoch
         again = loaders(3, 2)
         for loader in again:
             loader.load_state_dict(first[0].state_dict())
@@ -92,7 +88,7 @@ def test_another_number_of_ranks_continues_with_the_next_sample(
 
 
 def test_a_step_that_began_in_the_previous_epoch_is_repeated_there() -> None:
-    loader = ShardedLoader(DATA, 10, Mesh(dp_shard=2))  # 6 micro-batches an epoch
+    loader = ShardedLoader(DATA, 10, Mesh(dp_shard=2))  # 6 micro-batches per epoch
     assert len(list(loader)) == len(loader) == 6
     next(iter(loader))
     assert {name: loader.state_dict(again=3)[name] for name in ("epoch", "samples")} == {
@@ -118,7 +114,7 @@ def test_changed_training_data_is_reported(
     )
     next(iter(saved))
     same.load_state_dict(saved.state_dict())
-    same.load_state_dict({"epoch": 0, "samples": 2})  # of a checkpoint that does not say
+    same.load_state_dict({"epoch": 0, "samples": 2})  # an older checkpoint
     assert not caplog.records
     other.load_state_dict(saved.state_dict())
     assert "(90 samples; it had 110)" in caplog.text and "sample 2 " in caplog.text

@@ -1,6 +1,4 @@
-"""Deterministic algorithms: cuBLAS's workspace is fixed before anything touches the GPU, or the run
-is refused.
-"""
+"""Deterministic algorithms set the cuBLAS workspace before CUDA starts or raise an error."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Started(Exception):
-    """CUDA has started."""
+    """Raised where CUDA would start."""
 
 
 def start_cuda(*args: Any, **kwargs: Any) -> None:
@@ -44,7 +42,7 @@ def test_the_workspace_is_fixed_before_the_engine_touches_the_gpu(
     size: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(WORKSPACE, "")  # so that it is restored
+    monkeypatch.setenv(WORKSPACE, "")  # so that monkeypatch restores it
     monkeypatch.delenv(WORKSPACE)
     monkeypatch.setattr(start, "default_device", lambda: GPU)
     monkeypatch.setattr(import_module("deepseek_zero.api.dialect"), "join", start_cuda)

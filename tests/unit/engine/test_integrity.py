@@ -1,4 +1,4 @@
-"""Which ranks are said to hold something else, from the sums of all of them."""
+"""Checksums of all ranks are compared to find the ranks that differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from deepseek_zero.engine.integrity import Table, differences, found_in
 
 
 def tables(**states: Sequence[Sequence[int] | None]) -> dict[int, Table]:
-    """By rank.  states: for each rank the sums of its blocks, None where it has none."""
+    """Return the checksums of each rank.
+
+    states: for each rank its checksum per block, or None if the rank does not have the state.
+    """
     (ranks,) = {len(each) for each in states.values()}
     return {
         rank: {
@@ -49,7 +52,7 @@ def tables(**states: Sequence[Sequence[int] | None]) -> dict[int, Table]:
         (
             tables(weight=[[1], [1], [1]], gradient=[[4], None, [4]]),
             [],
-        ),  # what some have is compared among them
+        ),  # only the ranks that have the state are compared
         (
             tables(weight=[[1], [1], [2]], master=[[1], [3], [1]]),
             [
@@ -67,8 +70,8 @@ def test_differences_are_reported_for_the_minority_of_ranks(
 
 
 def test_pieces_are_compared_among_themselves_and_replicas_their_slices() -> None:
-    whole = tables(weight=[[1], [1], [7], [7]])  # two pieces of a model
-    slices = tables(moment=[[1], [2], [1], [3]])  # ranks 0 and 2 hold one slice, 1 and 3 the other
+    whole = tables(weight=[[1], [1], [7], [7]])  # two stages of a model
+    slices = tables(moment=[[1], [2], [1], [3]])  # ranks 0 and 2 share a slice, 1 and 3 too
     heard = [
         (whole[rank], slices[rank], [] if rank != 3 else ["master of 'a'"]) for rank in range(4)
     ]

@@ -1,4 +1,4 @@
-"""A step's record has the mean of its losses, for every call that differentiates them."""
+"""The record of a step contains the mean of its losses, for every method of running backward."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_mean_of_the_losses_is_recorded(way: str, is_scaled: bool) -> None:
             loss = engine(x_of(micro)).float().square().mean()
             seen.append(loss.item())
             differentiate(engine, way, loss)
-            torch.ones((), requires_grad=True).backward()  # of no engine
+            torch.ones((), requires_grad=True).backward()  # not part of an engine
             with torch.no_grad():
                 other(x_of(9))
             engine.step()

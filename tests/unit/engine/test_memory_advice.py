@@ -1,6 +1,4 @@
-"""The error of a failed allocation has the plan's bytes, the free memory, and one change that would
-fit.
-"""
+"""A failed allocation raises an error with the planned and free memory and a remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ WIDTH = 256
 LAYERS = 8
 NUMEL = LAYERS * WIDTH * (WIDTH + 1)
 STATES = 4 * NUMEL  # bytes of fp32 parameters
-REQUEST = 4096  # bytes that the messages below name
+REQUEST = 4096  # bytes requested in the messages below
 ON_CUDA = "CUDA out of memory. Tried to allocate 4.00 KiB. GPU 0 has a total capacity of 1.00 GiB."
 ON_CPU = (
     "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you "
@@ -35,7 +33,7 @@ ERRORS = [torch.OutOfMemoryError(ON_CUDA), RuntimeError(ON_CPU), MemoryError("no
 
 
 class Failing(nn.Module):
-    """Raise an error at this place of the model, in forward or in backward."""
+    """Raises a given error in its forward or backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +57,7 @@ def layers() -> list[nn.Module]:
 
 
 class Run:
-    """An engine of one rank, with numbers of memory in place of the machine's."""
+    """An engine of one rank with simulated memory statistics."""
 
     def __init__(self, here: Here, rank: Rank, config: dict[str, Any]) -> None:
         self.failing = Failing()
@@ -80,7 +78,7 @@ def set_memory(monkeypatch: pytest.MonkeyPatch, room: int, allocated: int) -> No
 
 
 def error_of(ranks: int, config: dict[str, Any], body: Callable[[Run], Any]) -> BaseException:
-    """Return the error that rank 0's body ends in; every rank runs it."""
+    """Run `body` on every rank and return the error that it raises on rank 0."""
 
     def on(rank: Rank) -> BaseException | None:
         run = Run(here, rank, config | {"zero_optimization": dict(config["zero_optimization"])})
@@ -157,9 +155,7 @@ def test_a_failed_start_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(ranks: int, config: dict[str, Any], change: dict[str, Any]) -> int:
-    """Return the bytes that `plan` predicts for the host's memory, with a change of
-    `zero_optimization`.
-    """
+    """Return the planned bytes in host memory after a change of `zero_optimization`."""
     model = nn.Sequential(*layers())
     config = config | {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
     config["zero_optimization"] = config["zero_optimization"] | change
@@ -278,7 +274,7 @@ def test_an_error_of_a_plain_loop_is_explained_when_it_ends_the_program(
     model = DeepSeekZeRO3(nn.Sequential(*layers(), failing))
     with pytest.raises(torch.OutOfMemoryError) as found:
         fail(error, model, failing)
-    sys.excepthook(found.type, found.value, found.tb)  # as the interpreter does
+    sys.excepthook(found.type, found.value, found.tb)  # as the interpreter does at the end
     printed = capsys.readouterr().err
     assert printed.count("What to do: ") == 1 and printed.count(ON_CUDA) == 1
     assert "Why: the plan predicts" in printed and "on rank 0" in printed
@@ -297,7 +293,7 @@ def test_other_errors_that_end_the_program_are_unchanged(
 def test_a_hook_that_replaces_and_calls_the_librarys_is_called_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """torch.distributed installs such a hook when a process group is made."""
+    """torch.distributed installs such a hook when it creates a process group."""
     first = DeepSeekZeRO3(nn.Sequential(*layers()))
     ours = sys.excepthook
     calls = list[object]()

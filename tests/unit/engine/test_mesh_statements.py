@@ -1,6 +1,4 @@
-"""One mesh of everything that says something of it: places that agree, places that disagree, and a
-world that is too small.
-"""
+"""The mesh is built from all settings that describe it; contradictions are errors."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def chosen(config: dict[str, Any], given: Any = None, ranks: int = 8, others: An
 
 
 def parallelism(**sizes: int) -> Any:
-    """As accelerate's ParallelismConfig is."""
+    """Return a stand-in for accelerate's ParallelismConfig."""
     named = {"dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1, "cp": 1} | sizes
     return SimpleNamespace(**{f"{axis}_size": size for axis, size in named.items()})
 

@@ -1,4 +1,4 @@
-"""The context in which the reduction of gradients is held back."""
+"""Test the `no_sync` context, which defers the reduction of gradients."""
 
 from __future__ import annotations
 

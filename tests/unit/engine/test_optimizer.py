@@ -1,6 +1,4 @@
-"""`engine.optimizer.step()` is a step of the engine: weights, counters, rates and tags are those of
-`step()`.
-"""
+"""`engine.optimizer.step()` updates weights, counters, rates and tags like `engine.step()`."""
 
 from __future__ import annotations
 

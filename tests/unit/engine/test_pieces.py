@@ -1,6 +1,4 @@
-"""What the axes of ranks must not get wrong between them: who reads which samples, short batches,
-other meshes.
-"""
+"""Engines with pp, tp or sp ranks: samples per rank, short batches, and different meshes."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ pytest.importorskip("transformers")
 
 
 def engine_of(mesh: Mesh, stage: int = 1, data: Any = None, layers: int = 2) -> Any:
-    """An engine of this thread's rank."""
+    """Return an engine of the current thread's rank."""
     model = llama(layers)
     optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
     request = start_file.Request(model, optimizer, mesh=mesh, training_data=data)
@@ -39,8 +37,8 @@ def engine_of(mesh: Mesh, stage: int = 1, data: Any = None, layers: int = 2) -> 
 def test_ranks_of_one_data_coordinate_read_the_same_samples_and_others_read_others(
     mesh: Mesh,
 ) -> None:
-    """Pitfall: a loader that is cut by the world."""
-    many = 32  # whole steps on every mesh
+    """A loader must shard by the data index of a rank, not by its index in the world."""
+    many = 32  # divisible by the step size of every mesh
     samples: list[Tokens] = [
         {"input_ids": torch.full((8,), number), "labels": torch.full((8,), number)}
         for number in range(many)
@@ -70,9 +68,7 @@ def test_ranks_of_one_data_coordinate_read_the_same_samples_and_others_read_othe
 def test_a_short_last_batch_and_fewer_micro_batches_than_stages_do_not_hang(
     sizes: dict[str, int],
 ) -> None:
-    """Pitfall: with two micro-batches on three stages, of which the last is shorter, then other
-    shapes again.
-    """
+    """There are two micro-batches, the last one is shorter, and shapes differ between steps."""
     mesh, rows = Mesh(dp_shard=1, **sizes), [(2, 1), (2, 2), (1, 2)]
 
     def given(step: int, micro: int) -> Tokens:
@@ -127,7 +123,7 @@ def test_ranks_with_different_meshes_are_refused_at_the_start(first: Mesh, secon
 
 @pytest.mark.parametrize("name", tiny.EIGHT)
 def test_unmodified_models_in_two_stages_of_two_parts_train_as_one_process(name: str) -> None:
-    """To the bit; of tied weights to rounding, since two stages add their uses up apart."""
+    """Bitwise equal, except for tied weights: the stages sum their gradients in another order."""
     steps = [[tiny.batch(10 * step + micro) for micro in range(MANY)] for step in range(2)]
 
     with engines_of_threads() as here:

@@ -1,4 +1,4 @@
-"""The plan that an engine makes of its settings, and what it logs about them."""
+"""Test the plan that an engine makes from its settings, and the log messages about it."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def layers(*widths: int) -> nn.Module:
             layers(300, 300, 300),
             {},
             "all 270000 parameters",
-        ),  # each below the threshold, together above it
+        ),  # each is below the threshold, their sum is above it
         (layers(400, *[300] * 20), {}, "1800000 of 1960000 parameters"),
         (layers(400, 300), {}, ""),
         (layers(8), {WORDS: 0}, ""),

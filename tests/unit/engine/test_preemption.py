@@ -1,6 +1,4 @@
-"""What a rank does with a signal: noted, chained, and in the right cases left to whoever had it
-before.
-"""
+"""Preemption signals are recorded, passed to the previous handler, or ignored, as appropriate."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ SETTINGS = SaveOnSignal(path="nowhere", signals=("SIGUSR2",))
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """What a handler of the user's own hears."""
+    """Return the list of signals that a user's handler has received."""
     found: list[int] = []
     before = signal.signal(NUMBER, lambda number, _: found.append(number))
     yield found
@@ -34,7 +32,7 @@ def heard() -> Iterator[list[int]]:
 
 
 def sent(preemption: Preemption) -> float:
-    """The signal that a rank sends to all others at its next step."""
+    """Return the signal that this rank sends with its next step message."""
     message = StepMessage()
     preemption.add_to(message)
     return message.pack()[0]
@@ -85,7 +83,7 @@ def test_a_forked_worker_dies_of_a_signal_of_its_own_and_survives_one_for_the_wh
     if whole_job:
         signal.raise_signal(NUMBER)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a process with threads forks, as torch's data loaders do
+        warnings.simplefilter("ignore")  # torch's data loaders also fork a process with threads
         child = os.fork()
     if child == 0:
         os.kill(os.getpid(), NUMBER)

@@ -1,4 +1,4 @@
-"""`deepseek_zero.plan`: a rank of any world, without a process group, and what it refuses."""
+"""`deepseek_zero.plan` plans any rank of any world without a process group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_meta(blocks: int = 24) -> Gpt:
 
 
 def test_1024_ranks_of_24_blocks_are_planned_in_under_a_second_and_without_a_group() -> None:
-    deepseek_zero.plan(on_meta(2), CONFIG)  # what is imported on first use
+    deepseek_zero.plan(on_meta(2), CONFIG)  # so that lazy imports are not timed
     model, seconds, plans = on_meta(), [], []
     for rank in (0, 1023):
         start = time.perf_counter()
@@ -48,7 +48,7 @@ def test_1024_ranks_of_24_blocks_are_planned_in_under_a_second_and_without_a_gro
     held = sum(first[state] for state in ("weight", "grad", "master", "moments"))
     assert held == pytest.approx(
         14 * parameters / 1024, rel=0.1
-    )  # 2 + 2 + 2 + 8 bytes, and padding
+    )  # 2 + 2 + 2 + 8 bytes per parameter, and padding
     assert last["weight"] == first["weight"] and last["moments"] < first["moments"], (
         "the last slices are padding"
     )

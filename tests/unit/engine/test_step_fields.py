@@ -1,4 +1,4 @@
-"""The fields that an engine's parts add to the message of a step."""
+"""Test the fields that parts of an engine add to the step message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from deepseek_zero.optim.step_message import StepMessage
 
 
 class Recorded:
-    """A part that notes the order of its calls."""
+    """A part of an engine that records its calls."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name = name

@@ -1,6 +1,4 @@
-"""Which ranks are named as slow: by their own seconds, against the median, three windows in a
-row.
-"""
+"""A rank is reported as slow if its own time exceeds the median in three consecutive windows."""
 
 from __future__ import annotations
 
@@ -16,12 +14,12 @@ from deepseek_zero.engine.stragglers import OWN_SECONDS, WAITS, WINDOW, Straggle
 from deepseek_zero.optim.step_message import Fields, StepMessage
 from deepseek_zero.report.explain import OWN
 
-EQUAL = [(1.0, 0.2, 0.0, 0.1, *[0.07] * WINDOW)] * 4  # the last: waits of each step
+EQUAL = [(1.0, 0.2, 0.0, 0.1, *[0.07] * WINDOW)] * 4  # the last entries are the waits of each step
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is said; a window takes two seconds."""
+    """Return the list of log messages; the clock advances by two seconds per window."""
     said: list[str] = []
     clock = iter(range(0, 10_000, 2))
     monkeypatch.setattr(stragglers, "log_once", lambda message, level: said.append(message))
@@ -30,7 +28,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def fields_of(rows: list[tuple[float, ...]]) -> Fields:
-    """What ranks with these seconds and waits send."""
+    """Return the fields of a step message with these seconds and waits per rank."""
     return {
         OWN_SECONDS: [row[: len(OWN)] for row in rows],
         WAITS: [row[len(OWN) :] for row in rows],
@@ -38,7 +36,7 @@ def fields_of(rows: list[tuple[float, ...]]) -> Fields:
 
 
 def sent(found: Stragglers, step: int) -> tuple[float, ...]:
-    """The numbers that a rank sends to all others in a step."""
+    """Return the values that this rank sends in a step."""
     message = StepMessage()
     found.add_to(message, step)
     return tuple(message.pack())
@@ -80,7 +78,7 @@ def test_a_rank_that_is_slow_now_in_one_part_and_now_in_another_is_named(told: l
     [
         EQUAL,
         slower(1, 0, 0.19),  # within 1.2 times the median
-        slower(1, 2, 0.09),  # not worth a tenth of the window
+        slower(1, 2, 0.09),  # less than a tenth of the window
         [(3.0, 0.6, 0.0, 0.3, *[0.0] * WINDOW)] * 4,
     ],
 )
@@ -120,7 +118,7 @@ def test_the_exchanged_numbers_are_the_seconds_since_the_last_exchange_without_w
 
 
 def waiting(*waits: float) -> list[tuple[float, ...]]:
-    """Ranks of which each waited so long in each step; a window takes two seconds."""
+    """Return rows of ranks that wait this long in each step; a window takes two seconds."""
     return [(0.1, 0.1, 0.0, 0.1, *[each] * WINDOW) for each in waits]
 
 
@@ -139,7 +137,7 @@ def test_a_link_that_all_ranks_wait_for_is_named_instead_of_a_rank(told: list[st
 
 
 def in_turn(first: int) -> tuple[float, ...]:
-    """A rank that waits in every other step."""
+    """Return the row of a rank that waits in every second step."""
     return (0.1, 0.1, 0.0, 0.1, *[0.27 if step % 2 == first else 0.0 for step in range(WINDOW)])
 
 

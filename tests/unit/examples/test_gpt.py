@@ -1,4 +1,4 @@
-"""The example's model is causal, learns, and generates the same text for the same seed."""
+"""The model of the example is causal, learns, and generates the same text for the same seed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_another_seed_generates_another_text() -> None:
 
 def test_temperature_zero_takes_the_likeliest_byte_and_the_window_stays_in_the_context() -> None:
     class Counter(nn.Module):
-        """Predicts the byte after the last one; fails on windows that are too long."""
+        """Predicts the successor of the last byte and fails if the input is too long."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The main job's own rules: its margin, its verdict, and a run of a few steps in this process."""
+"""The pretraining example: its required margin, its exit status, and a short run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Names = dict[str, Any]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Names:
-    """The names of the script, not run."""
+    """Return the names of the script without running its main function."""
     monkeypatch.syspath_prepend(EXAMPLES)
     return runpy.run_path(str(EXAMPLES / "pretrain_text.py"), run_name="pretrain_text")
 

@@ -1,6 +1,4 @@
-"""The progress display speaks in plain lines to a log, draws on a terminal, and is silent on other
-ranks.
-"""
+"""Progress is written as lines to a log and drawn on a terminal, only on rank 0."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ def test_the_progress_bar_is_removed_when_training_raises() -> None:
     console = Console(file=out, force_terminal=True, width=60, _environ={"TERM": "xterm"})
     with pytest.raises(ZeroDivisionError), Progress(4, 2, console):
         raise ZeroDivisionError
-    assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")  # the cursor is shown again
+    assert out.getvalue().rstrip("\n").endswith("\x1b[?25h")  # shows the cursor again
 
 
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:

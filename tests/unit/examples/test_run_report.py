@@ -1,4 +1,4 @@
-"""The memory table has every state with bytes, and plots are drawn without a display."""
+"""The memory table lists every state, and plots are drawn without a display."""
 
 from __future__ import annotations
 

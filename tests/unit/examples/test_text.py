@@ -1,6 +1,4 @@
-"""The example's corpus is split by file, and its batches depend on nothing but seed, step and
-rank.
-"""
+"""The corpus of the example is split by file; batches depend only on seed, step and rank."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What windows of evidence decide, of units that are stand-ins: who is promoted, who is demoted,
-and when again.
-"""
+"""Evidence from windows of steps decides when units are promoted to fp32 and demoted."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from deepseek_zero.optim.verdict import StepResult, Verdict
 
 FINE = Evidence(100, 100, 0, 1.0)
 LOSING = Evidence(100, 100, 11, 1.0)
-BETWEEN = Evidence(100, 100, 8, 1.0)  # not bad enough to promote, not good enough to demote
+BETWEEN = Evidence(100, 100, 8, 1.0)  # neither promotes nor demotes
 VANISHED = Evidence(100, 0, 0, 0.0)
 ABSENT = Evidence(0, 0, 0, 0.0)
 HUGE = Evidence(100, 100, 0, 2 * LARGEST)
@@ -34,13 +32,13 @@ NOT_FINITE = Verdict(float("inf"), ())
 
 
 def result(verdict: Verdict, step: int) -> StepResult:
-    """The result of a step under loss scaling."""
+    """Return the result of a step under loss scaling."""
     overflow = not verdict.is_finite
     return StepResult(verdict.norm, overflow, verdict, overflow=overflow, number=step)
 
 
 class Run:
-    """Two units, of which a script of evidence is read."""
+    """A runtime with two fake units whose evidence is given by the test."""
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
         self.units = [self._unit("root"), self._unit("block")]
@@ -58,12 +56,12 @@ class Run:
     def play(
         self, windows: Sequence[Evidence], *, root: Evidence = FINE, named: bool = False
     ) -> list[bool]:
-        """Return whether the block is promoted behind each window."""
+        """Return whether the block is promoted after each window."""
         found = []
         for evidence in windows:
             self.adaptive._look = lambda evidence=evidence: [root, evidence]  # type: ignore[method-assign]
             step = len(found) + 1
-            if named:  # a skipped step before the one that is looked at
+            if named:  # a skipped step precedes the one whose evidence is read
                 self.adaptive.before_update(NOT_FINITE)
                 self.adaptive.after_update(result(NOT_FINITE, step), self.units[1])
             self.adaptive.before_update(FINITE)

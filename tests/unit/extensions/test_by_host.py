@@ -1,6 +1,4 @@
-"""Sums by host: the bits of one process that adds in that order, whatever hosts there are, and
-bytes by the formula.
-"""
+"""Hierarchical sums by host have the bits of one process that adds in the same order."""
 
 from __future__ import annotations
 
@@ -28,8 +26,9 @@ STEPS = 2
 
 @dataclass
 class Trained:
-    """What one rank has after its steps.  sent, pool: bytes of the last step, and of lent
-    buffers.
+    """The results of one rank.
+
+    sent: bytes of the last step. pool: the sizes of the buffer pool.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -76,7 +75,7 @@ def train(
 def reference(
     ranks: int, stage: int, per_host: int, dtype: torch.dtype, accumulation: int
 ) -> dict[str, Tensor]:
-    """Weights of one process that adds in the order by host."""
+    """Return the weights of one process that adds gradients in the order by host."""
     found = Reference(
         seeded(Gpt, blocks=2),
         ranks,
@@ -172,8 +171,8 @@ def test_between_hosts_a_byte_crosses_once_for_each_host() -> None:
     between = sum(
         nbytes for kind, nbytes in one.sent.items() if kind in ("all_gather", "reduce_scatter")
     )
-    assert 2 * one.sent["all_gather"] * 3 == 2 * gathers  # H - 1 of N - 1 slices
-    assert 2 * one.sent["reduce_scatter"] == padded // 2 * 4  # of both ranks of a host: F x P x 4
+    assert 2 * one.sent["all_gather"] * 3 == 2 * gathers  # H - 1 slices instead of N - 1
+    assert 2 * one.sent["reduce_scatter"] == padded // 2 * 4  # for both ranks of a host: F x P x 4
     assert between == one.runtime.plan.volume().state_bytes - one.runtime.plan.volume().inside_hosts
 
 
@@ -213,7 +212,7 @@ def test_a_plan_without_hosts_is_in_the_order_of_ranks() -> None:
 
 
 class Step:
-    """A precondition that a test ends; while somebody waits for it, something else happens."""
+    """A precondition that the test completes; `wait` calls a function first."""
 
     def __init__(self, meanwhile: Any = lambda: None) -> None:
         self.is_over, self.meanwhile = False, meanwhile

@@ -1,5 +1,7 @@
-"""Frozen matrices that rest as codes: the bits of one process whose frozen weights were rounded
-once, the bytes of the formula, and whatever reads or writes such weights.
+"""Frozen matrices stored as 8-bit codes train with the bits of one process whose frozen weights
+were rounded.
+
+Also covered: the planned bytes, and reads and writes of such weights.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ STEPS = 2
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    """Without decay, so that a frozen weight of the reference, whose gradient is zero, stays."""
+    """SGD without weight decay, so that frozen weights with zero gradients stay constant."""
     return torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=False, fused=False)
 
 
 def adapted() -> nn.Module:
-    """A model of which a part is frozen, as beside adapters; sizes are multiples of no block."""
+    """Return a partly frozen model, as with adapters, whose sizes are not multiples of a block."""
     model = seeded(Gpt, blocks=2, width=24, hidden=33)
     for name, param in model.named_parameters():
         param.requires_grad_(name not in (*FROZEN, "norm.weight"))
@@ -44,9 +46,7 @@ def adapted() -> nn.Module:
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What comes out of the codec, by its definition: a matrix by itself, in blocks from its first
-    element.
-    """
+    """Encode and decode one matrix as defined, in blocks from its first element."""
     flat = torch.zeros(-(-values.numel() // CODEC.block) * CODEC.block)
     flat[: values.numel()] = values.detach().to(dtype).flatten().float()
     rows = flat.view(-1, CODEC.block)
@@ -58,8 +58,9 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass
 class Trained:
-    """What one rank has.  codes: of each matrix that it holds a part of, from its own first element
-    on.
+    """The results of one rank.
+
+    resting: the groups whose weights are stored as codes.
     """
 
     losses: list[Tensor]
@@ -95,7 +96,7 @@ def resting_in(runtime: Any) -> list[Any]:
 
 
 def codes_of(group: Any, name: str) -> Tensor:
-    """The bytes of one matrix's codes on this rank, then those of its scales."""
+    """Return the bytes of this rank's codes of one matrix, followed by its scales."""
     slot = next(slot for slot in group.layout.slots if slot.name == name)
     low, high = group.weight.owned_range(slot, group.comm_ctx.comm.rank)
     numel, stop = group.layout.slice_numel, -(-high // CODEC.block)
@@ -147,7 +148,7 @@ def test_second_copies_and_gathers_by_host_bring_the_same_values(settings: dict[
     )
     for one, two in zip(plain, other, strict=True):
         assert two.sent == two.runtime.plan.volume().state_bytes
-        # By host sums of gradients have other bits
+        # Hierarchical sums round gradients differently.
         is_same = settings.get("ranks_per_host") is None
         for name in one.weights if is_same else FROZEN:
             assert torch.equal(one.weights[name], two.weights[name]), name
@@ -223,7 +224,7 @@ def test_decoded_values_are_encoded_to_the_same_codes(dtype: torch.dtype, block:
     values[4 * block] = float("inf")
 
     def again(codec: Blocks) -> int:
-        """How many bytes differ; of scales that are NaN any bits are alike."""
+        """Encode twice and count the bytes that differ; NaN scales are equal."""
         room = codec_scratch(codec, values.numel(), values.device)
         first, second = (
             torch.empty(codec.length(values.numel()), dtype=torch.uint8) for _ in range(2)

@@ -1,4 +1,4 @@
-"""Layers cut into tiles of rows: how many, what they compute, what is refused."""
+"""Large layers are split into tiles of rows: number of tiles, results, and refused inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cut(model: nn.Module, limit: int) -> dict[str, str]:
 
 
 class Model(nn.Module):
-    """rows: of the embedding, which the head shares."""
+    """An embedding of `rows` rows whose weight is tied to the output layer."""
 
     def __init__(self, rows: int = 11, width: int = 5, **options: Any) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def test_a_tiles_bytes_are_those_of_the_dtype_that_computes() -> None:
 )
 def test_an_embedding_has_the_bits_of_the_whole_one(options: dict[str, Any]) -> None:
     tokens = torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(1))
-    tokens[tokens == 7] = 6  # a row that nobody asks for
+    tokens[tokens == 7] = 6  # no token selects row 7
     whole, model = Model(**options).embed, Model(**options)
     with torch.no_grad():
         whole.weight[2].mul_(-0.0), model.embed.weight[2].mul_(-0.0)
@@ -88,9 +88,7 @@ def test_an_index_beyond_the_rows_is_an_error(wrong: int) -> None:
 
 
 def test_a_linear_computes_what_the_whole_one_does() -> None:
-    """To rounding: the library that multiplies chooses by the shape in which order it adds products
-    up.
-    """
+    """Results are only close, since the shape of a product decides the order of its sums."""
     torch.manual_seed(5)
     whole, model = nn.Linear(33, 47), nn.Sequential(nn.Linear(33, 47))
     model.load_state_dict({f"0.{name}": value for name, value in whole.state_dict().items()})

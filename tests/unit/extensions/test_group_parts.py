@@ -1,6 +1,4 @@
-"""A new compression of gradients and a new memory for states are one class each: the core uses
-parts that it does not know.
-"""
+"""A new gradient compression or memory tier needs one class and no change of the core."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ WORLD = 2
 
 
 class TopBits(GradReduction):
-    """Sends the seven leading bits of each gradient's fraction."""
+    """Rounds each gradient to bf16 before it is reduced."""
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
         self._compress(partial)
@@ -56,7 +54,7 @@ def with_top_bits(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
 
 
 class Drawer(Storage):
-    """Elements that lie in another tensor between uses."""
+    """A storage that keeps its elements in another tensor between uses."""
 
     on_device = False
     is_offloaded = True
@@ -91,7 +89,7 @@ class Drawer(Storage):
 
 
 class Cupboard:
-    """A memory of drawers."""
+    """A memory tier of `Drawer` storages."""
 
     def __init__(self) -> None:
         self.traffic = TransferMeter()

@@ -1,4 +1,4 @@
-"""A new moment for updates is one class: the core calls a policy that it does not know."""
+"""A new update policy needs one class and no change of the core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 4
 
 
 class EverySecondStep(UpdatePolicy):
-    """Updates in every second step only, from the gradients of that step."""
+    """Updates in every second step, with the gradients of that step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -33,8 +33,9 @@ class EverySecondStep(UpdatePolicy):
 
 
 def train(rank: Rank, stage: int, policies: Sequence[UpdatePolicy], *, skips: bool) -> list[Tensor]:
-    """Train, and return the weights after each step. skips: the program drops the gradients of
-    every second step.
+    """Train and return the weights after each step.
+
+    skips: the program drops the gradients of every second step.
     """
     model = seeded(Gpt, blocks=2)
     runtime = sharded(rank, model, stage=stage)

@@ -1,6 +1,4 @@
-"""A second copy of weights among fewer ranks (hpZ): the bits of plain stage 3, and gathers that
-stay among the few.
-"""
+"""A secondary copy of weights (hpZ) gives the bits of stage 3 and gathers in smaller groups."""
 
 from __future__ import annotations
 
@@ -39,7 +37,10 @@ def small(recomputes: bool = False) -> nn.Module:
 
 @dataclass
 class Trained:
-    """What one rank has after its steps.  sent, predicted: bytes of the last step."""
+    """The results of one rank.
+
+    sent, predicted: bytes of the last step.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -121,10 +122,10 @@ def test_it_has_the_bits_of_plain_stage_3_and_sends_what_is_predicted(
     for one, other in zip(found, plain, strict=True):
         assert {kind: one.sent.get(kind, 0) for kind in one.predicted} == one.predicted
         assert {kind: other.sent.get(kind, 0) for kind in other.predicted} == other.predicted
-        if "window_numel" in settings:  # so that each unit is gathered twice in a micro-batch
+        if "window_numel" in settings:  # each unit is gathered twice in a micro-batch
             gathers, times = other.sent["all_gather"], 2 * accumulation
             assert one.sent["all_gather"] * times == gathers
-            # A slice is twice as long, and goes to one rank instead of three.
+            # A slice is twice as long and is sent to one rank instead of three.
             assert one.sent["inner_gather"] * 3 * times == gathers * 2 * (times - 1)
         assert one.sent["reduce_scatter"] == other.sent["reduce_scatter"]
 
@@ -146,7 +147,7 @@ def test_with_replicas_it_applies_within_each_replica() -> None:
     assert_alike(found, plain)
     for one, other in zip(found, plain, strict=True):
         assert one.sent["inner_gather"] == one.predicted["inner_gather"] > 0
-        # Half of each sum over them
+        # An all-reduce over the replicas sends half of its bytes as an all-gather.
         among_replicas = other.sent["all_gather"] - other.predicted["all_gather"]
         assert one.sent["all_gather"] == one.predicted["all_gather"] + among_replicas
 
@@ -177,7 +178,7 @@ def evaluate(runtime: Runtime) -> Tensor:
 
 
 def test_every_change_of_the_weights_is_in_the_next_gather() -> None:
-    """Each way is tried where the copy is current: behind a forward that made it."""
+    """Each change is made while the secondary copy is current, after a forward."""
 
     def body(rank: Rank, near: int) -> list[Tensor]:
         model = small()

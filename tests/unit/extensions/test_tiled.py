@@ -1,6 +1,4 @@
-"""TiledLinear by itself: nn.Linear's values and gradients, whatever the grid; what does not fit is
-refused.
-"""
+"""`TiledLinear` has the values and gradients of `nn.Linear` for every grid."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.zero import TiledLinear
 
-GRIDS = [(1, 1), (1, 3), (4, 1), (3, 5), (13, 11)]  # in_splits, out_splits; neither side divides
+GRIDS = [(1, 1), (1, 3), (4, 1), (3, 5), (13, 11)]  # in_splits, out_splits; uneven tiles
 IN, OUT = 13, 11
 
 
@@ -31,7 +29,7 @@ def tiled_of(plain: nn.Linear, grid: tuple[int, int], **options: Any) -> TiledLi
 
 
 def whole(tiled: TiledLinear, of: str) -> Tensor:
-    """The weight (or its gradient) put together again."""
+    """Concatenate the tiles of the weight or of its gradient."""
     tiles = [[tile.weight for tile in row] for row in tiled.linears]
     return torch.cat(
         [torch.cat([w.grad if of == "grad" else w.detach() for w in row], dim=1) for row in tiles]
@@ -151,7 +149,7 @@ def test_without_gradients_and_copied_it_works_as_well() -> None:
 
 
 class Scaled(nn.Linear):
-    """Somebody's own linear."""
+    """A client's subclass of `nn.Linear`."""
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, *, factor: float = 1.0
@@ -160,7 +158,7 @@ class Scaled(nn.Linear):
         self.factor = factor
 
     def forward(self, x: Tensor) -> Tensor:
-        # Saves its output, which nobody may change then
+        # tanh saves its output, so the output must not be changed in place
         return torch.tanh(super().forward(x) * self.factor)
 
 

@@ -1,4 +1,4 @@
-"""Sizes that grow: a knob climbs while it helps and goes back when it does not."""
+"""A tuner increases a size while waits decrease and reverts the last change otherwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deepseek_zero.planner.plan_settings import PlanSettings
 
 
 def turned(knob: Knob, *shares: float) -> list[int]:
-    """The values after each look."""
+    """Return the value of the knob after each measurement."""
     values = []
     for share in shares:
         if not knob.is_done:
@@ -28,9 +28,9 @@ def turned(knob: Knob, *shares: float) -> list[int]:
 @pytest.mark.parametrize(
     "shares, values",
     [
-        ([0.019, 0.5], [10, 10]),  # nothing to gain at first: left alone for good
+        ([0.019, 0.5], [10, 10]),  # no gain is possible at first: never changed
         ([0.20, 0.10, 0.05, 0.01, 0.5], [40, 80, 100, 100, 100]),  # floor, doubled, ceiling
-        ([0.20, 0.19, 0.5], [40, 10, 10]),  # did not help: back, for good
+        ([0.20, 0.19, 0.5], [40, 10, 10]),  # no improvement: reverted for good
         ([0.20, 0.10, 0.095, 0.5], [40, 80, 40, 40]),
         ([0.20, 0.01, 0.5], [40, 40, 40]),  # good enough
     ],
@@ -42,7 +42,7 @@ def test_a_tuned_size_grows_while_the_wait_decreases(
 
 
 class World:
-    """Two ranks of which this one waits `own` of each second and the other `other`."""
+    """Two ranks that wait for a given share of the time: this one `own`, the other one `other`."""
 
     def __init__(self, own: float, other: float, *, in_place: bool = False, size: int = 2) -> None:
         self.size, self.reads_in_place, self.asked = size, in_place, 0
@@ -86,7 +86,7 @@ def test_the_slowest_rank_decides_for_all() -> None:
 @pytest.mark.parametrize(
     "settings, world",
     [
-        (PlanSettings(), World(0.5, 0.5)),  # nothing left open
+        (PlanSettings(), World(0.5, 0.5)),  # no key is tuned
         (PlanSettings(tunes=("ahead_numel",), overlap=False), World(0.5, 0.5)),
         (PlanSettings(tunes=("ahead_numel",)), World(0.5, 0.5, in_place=True)),
         (PlanSettings(tunes=("ahead_numel",)), World(0.5, 0.5, size=1)),

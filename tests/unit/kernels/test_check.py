@@ -1,6 +1,4 @@
-"""The formulas of an update against PyTorch's fused optimizers, and the compiled kernels against
-the formulas.
-"""
+"""Compare the reference formulas with PyTorch's fused optimizers and with the kernels."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.01, "maximize": Fals
 
 
 def hyper_parameters() -> list[tuple[str, dict[str, Any]]]:
-    """Every rule under every option that selects a variant."""
+    """Return every rule with every option that selects a variant."""
     found: list[tuple[str, dict[str, Any]]] = []
     for beta, decay, decoupled, maximize in itertools.product(
         (0.9, 0.3), (0.0, 0.01), (True, False), (False, True)
@@ -78,7 +76,7 @@ def test_the_exact_fma_rounds_the_exact_result_once() -> None:
     exponents = random.integers(-70, 60, (3, 3000))
     a, b, c = (random.standard_normal((3, 3000)) * np.exp2(exponents)).astype(np.float32)
     c[::3] = -a[::3] * b[::3] * np.float32(1 + 2**-20)  # cancellation
-    c[1::7] = np.float32(2**-149)  # a subnormal beside a product
+    c[1::7] = np.float32(2**-149)  # a product plus a subnormal
     found = definition.fma(a, b, c)
     for x, y, z, result in zip(a, b, c, found, strict=True):
         exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
@@ -89,11 +87,11 @@ def test_the_exact_fma_rounds_the_exact_result_once() -> None:
         assert not np.isfinite(result) or errors[0] == min(errors)
         assert (
             errors.count(errors[0]) == 1 or result.view(np.int32) % 2 == 0
-        )  # ties go to the even one
+        )  # ties are rounded to even
 
 
 def torch_update(name: str, hypers: dict[str, Any], arrays: Arrays, first: bool) -> Arrays:
-    """Return what PyTorch makes of one parameter: the third step, or the first."""
+    """Return PyTorch's update of one parameter in the first or third step."""
     if name != "lion":
         return fused_update(name, hypers, arrays, 3, first=first)
     param = torch.nn.Parameter(torch.from_numpy(arrays.main.copy()))
@@ -248,7 +246,7 @@ def test_a_kernel_that_differs_is_not_used_and_named(
     assert "differs from its definition" in caplog.text
 
 
-# -- what is computed by which implementation
+# -- which implementation computes an update
 
 
 def test_options_that_choose_another_implementation_have_no_rule() -> None:

@@ -1,6 +1,4 @@
-"""The CUDA kernel of an update without a GPU: its PTX has only exact operations, and run with NumPy
-it has the bits of the definition.
-"""
+"""The PTX of the CUDA update kernel is emulated in NumPy and compared with the reference."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ CASES = [
 NO_CHANCE = check.Chance()
 SCALAR_COUNTS = {"adam": 7, "sgd": 4, "adagrad": 3, "lion": 6}
 EXACT = tuple(f"{name}.rn.f32" for name in ("mul", "add", "sub", "fma", "div", "sqrt"))
-# For one element: multiplications (one of them by the factor), additions, subtractions, fma,
-# divisions, square roots.
+# Per element: multiplications (one of them by the factor), additions, subtractions, fma, divisions,
+# square roots.
 OPERATIONS = {
     "adamw": (5, 1, 2, 2, 2, 1),
     "adamw near": (5, 1, 2, 2, 2, 1),
@@ -45,8 +43,8 @@ OPERATIONS = {
     "lion": (7, 2, 1, 0, 0, 0),
     "lion, maximize": (7, 2, 1, 0, 0, 0),
 }
-# Bytes for one element: gradient and main weight in, main weight and the published weight out;
-# states come on top.
+# Bytes per element: read gradient and main weight, write main weight and weight. The bytes of the
+# optimizer states are added.
 BYTES = {
     "fp32": 4 + 4 + 4,
     "fp32, bf16 gradient": 2 + 4 + 4,
@@ -74,9 +72,7 @@ def ptx(variant: Variant, layout: Layout, capability: int = 80) -> str:
 
 @dataclass
 class Column:
-    """An array in the emulated memory, with the attributes that `cuda.launch_of` asks of a
-    tensor.
-    """
+    """An array in the emulated memory, with the tensor attributes that `cuda.launch_of` reads."""
 
     address: int
     values: NDArray[Any]

@@ -1,4 +1,4 @@
-"""Sums over rows and sums of squares: their definitions, and the compiled loops against torch."""
+"""Sums of rows and sums of squares are compared with their definitions and with torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kernels import on_processor
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16, FP16)
-NUMEL = 5 * 64 + 11  # with a last vector that overlaps the one before
+NUMEL = 5 * 64 + 11  # the last vector overlaps the previous one
 KINDS = ("normal", "bits", "edges")
 
 
@@ -43,7 +43,7 @@ def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ways(numel: int) -> Iterator[tuple[int, float, bool]]:
-    """Yield numbers of rows, divisors, and whether the sum is added."""
+    """Yield the number of rows, the divisor, and whether the sum is added to the output."""
     yield from product((1, 2, 3, 4, 8, 16, 19), (1.0, 2.0, 3.0, 7.0), (False, True))
 
 
@@ -64,9 +64,7 @@ def test_a_compiled_sum_has_torchs_bits(dtypes: tuple[torch.dtype, torch.dtype],
 @pytest.mark.usefixtures("every_size_has_a_loop")
 @pytest.mark.parametrize("dtype", (BF16, FP16))
 def test_every_tie_is_rounded_to_the_even_number(dtype: torch.dtype) -> None:
-    """Two fp32 rows whose sums are all numbers of 16 bits, and half of the distance to the next
-    one.
-    """
+    """The sums of two fp32 rows are the midpoints between all adjacent 16-bit numbers."""
     all_numbers = (
         torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     )
@@ -100,7 +98,7 @@ def test_a_sum_writes_nothing_outside_and_does_not_depend_on_threads(
 ) -> None:
     monkeypatch.setattr("deepseek_zero.kernels.threads.GRAIN", 64)
     memory = [numbers("normal", 1003, BF16, seed) for seed in range(3)]
-    rows = [each[1:-1] for each in memory]  # at addresses that are no multiples of anything
+    rows = [each[1:-1] for each in memory]  # unaligned addresses
     expected = torch.empty(1001, dtype=BF16)
     sums._add_by_torch(rows, expected, torch.empty(1001), 1.0, add=False)
     for count in (1, 2, 3, 4):
@@ -123,7 +121,7 @@ def test_sums_without_a_loop_are_computed_by_torch() -> None:
 
 
 def plain_sum_of_squares(numbers_in: Tensor, first: int) -> float:
-    """Return the sum as the module defines it, one number at a time."""
+    """Return the sum by definition, one number at a time."""
     placed = [0.0] * (first % BLOCK) + numbers_in.double().tolist()
     placed += [0.0] * (-len(placed) % BLOCK)
     total = 0.0
@@ -142,7 +140,7 @@ def plain_sum_of_squares(numbers_in: Tensor, first: int) -> float:
 
 
 def spread(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return finite numbers of many sizes, whose squares add to other bits in any other order."""
+    """Return finite numbers of many magnitudes: their sum depends on the order."""
     found = numbers("normal", numel, FP32, 0) * 10.0 ** torch.linspace(-6, 4, numel)
     return found[torch.randperm(numel)].to(dtype)
 

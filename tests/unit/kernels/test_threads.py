@@ -1,4 +1,4 @@
-"""How many threads an update may use, and on which CPUs they run."""
+"""Test the number of threads of an update and the CPUs on which they run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.needs import need
 def test_update_threads_do_not_follow_omp_num_threads(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun sets OMP_NUM_THREADS to 1 on hosts whose cores are free (Megatron-LM#188)."""
+    """torchrun sets OMP_NUM_THREADS to 1 although other cores are idle (Megatron-LM#188)."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
     expected = max(1, 16 // ranks)
     assert threads_for(ranks) == expected
@@ -33,7 +33,7 @@ def test_update_threads_do_not_follow_omp_num_threads(
 def test_ranks_share_the_quota_of_a_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More threads than the quota grants would be stopped in the middle of an update."""
+    """The kernel would suspend threads beyond the CPU quota during an update."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     files = files_of(tmp_path, {"sys/fs/cgroup/cpu.max": "800000 100000"})
     monkeypatch.setattr(host, "THIS_HOST", files)
@@ -51,11 +51,11 @@ def test_bound_threads_are_no_more_than_their_cpus(
 @pytest.mark.parametrize(
     ("nodes", "ranks", "expected"),
     [
-        ((1, 1, 0, 0), 2, 4),  # both ranks are at node 1
+        ((1, 1, 0, 0), 2, 4),  # both ranks use GPUs of node 1
         ((1, 0, 1, 0), 2, 8),
         ((1, 1, 0, 0), 4, 4),
         ((1, 1, 0, 0), 8, 2),  # two ranks share each GPU
-        ((1,), 2, 8),  # the launcher shows each rank its own GPU
+        ((1,), 2, 8),  # the launcher makes one GPU visible to each rank
     ],
 )
 def test_ranks_share_the_cpus_near_their_gpus(
@@ -76,14 +76,14 @@ def test_ranks_share_the_cpus_near_their_gpus(
 
 @pytest.fixture
 def own_pool() -> Iterator[None]:
-    """Start new threads in this test, and in the tests after it."""
+    """Start a new thread pool for this test and for those after it."""
     threads._pool.cache_clear()
     yield
     threads._pool.cache_clear()
 
 
 def affinities_of_threads(threads: int) -> tuple[set[int], list[set[int]]]:
-    """Return the CPUs of the calling thread and of each worker in an update."""
+    """Return the CPUs of the calling thread and of each worker during an update."""
     meeting = threading.Barrier(threads)  # so that no worker runs two slices
     found: dict[int, set[int]] = {}
 
@@ -100,7 +100,7 @@ def affinities_of_threads(threads: int) -> tuple[set[int], list[set[int]]]:
 def test_update_threads_stay_on_the_node_of_their_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads that migrate read the memory of the other node (torchtitan#3489)."""
+    """Threads that migrate would read memory of the other node (torchtitan#3489)."""
     allowed = sorted(os.sched_getaffinity(0))
     need(len(allowed) > 1, "two CPUs")
     far, near = allowed[0], allowed[-1]

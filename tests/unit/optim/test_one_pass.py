@@ -1,4 +1,4 @@
-"""What surrounds the kernels of an update."""
+"""Test the code around the update kernels: step counters, resets and the choice of kernels."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
         return reads[-1]
 
     def updates(count: int) -> list[float]:
-        """Update the shard, and return the number of each update."""
+        """Update the shard `count` times and return the step number of each update."""
         numbers = []
         for _ in range(count):
             counter = one_pass.counter(param, group)
@@ -61,7 +61,7 @@ def test_a_counter_of_updates_is_read_only_if_something_else_changed_it(
 def test_a_kernel_of_a_gpu_raises_only_a_counter_on_that_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gpu = torch.device("meta")  # stands for one: nothing is computed
+    gpu = torch.device("meta")  # stands for a GPU; nothing is computed
     counters: list[Tensor | None] = []
 
     def run(*_: Any, counter: Tensor | None) -> None:

@@ -1,6 +1,4 @@
-"""After a load the hyper-parameters of every group are equal on all ranks, also on one without a
-slice.
-"""
+"""Loading restores hyper-parameters on all ranks, including ranks without a shard."""
 
 from __future__ import annotations
 
@@ -108,5 +106,5 @@ def test_parameters_that_are_unfrozen_after_a_load_have_the_loaded_rates(
     untouched = nn.Linear(width, width)
     with engines_of_threads() as here:
         found = run_ranks(RANKS, lambda rank: body(here, rank), reads_in_place=True)
-    for weights in found:  # the rates are zero
+    for weights in found:  # the learning rates are zero
         assert torch.equal(weights[0], untouched.weight) and torch.equal(weights[1], untouched.bias)

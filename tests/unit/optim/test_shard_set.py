@@ -1,6 +1,4 @@
-"""Optimizers that compute an update from a whole tensor, on a mesh that splits tensors along
-"tp".
-"""
+"""Optimizers that need whole tensors are refused on a mesh that splits tensors along "tp"."""
 
 from __future__ import annotations
 
@@ -24,11 +22,11 @@ transformers = pytest.importorskip("transformers")
 
 
 class Unknown(torch.optim.SGD):
-    """A client's own class, of which nothing is known."""
+    """A client's optimizer class without a declared granularity."""
 
 
 class ElementWise(Unknown):
-    """A client's own class that declares its granularity."""
+    """A client's optimizer class that declares its granularity."""
 
     granularity = "element"
 

@@ -1,4 +1,4 @@
-"""Fields of a step's message: each comes back by name and rank, whatever else is sent."""
+"""The fields of a step message are read by name and rank."""
 
 from __future__ import annotations
 

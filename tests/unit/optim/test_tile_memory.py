@@ -1,4 +1,4 @@
-"""Tiles come and go in order, never more of them at once than was allowed."""
+"""Tiles are loaded and stored in order, within the limits of prefetch and write-behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Transfer:
 
 
 class Recorded(Storage):
-    """A storage that writes down what is asked of it."""
+    """A storage that logs its calls."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__(torch.zeros(100))

@@ -1,6 +1,4 @@
-"""The gradient norm, and clipping by it, cover the parameters that the optimizer updates, in both
-APIs.
-"""
+"""The gradient norm and clipping cover the parameters of the optimizer, in both APIs."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def data(step: int, rank: int) -> Tensor:
 
 
 def part(model: nn.Module) -> list[nn.Parameter]:
-    """Not whole units, so that counted and other parameters share groups, and slices."""
+    """Return parts of units, so that other parameters share their groups and slices."""
     return [model.get_parameter(name) for name in ("first.bias", "last.weight")]
 
 

@@ -1,4 +1,4 @@
-"""LAMB against algorithm 2 of the paper in float64."""
+"""LAMB is compared with algorithm 2 of the paper in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lion against the paper, one float at a time, and against itself cut into slices."""
+"""Lion is compared with a scalar implementation of the paper, and with updates of slices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def slow_lion(
     betas: tuple[float, float],
     decay: float,
 ):
-    """Program 1 of the paper, one float at a time."""
+    """Compute program 1 of the paper, one float at a time."""
     momentum = [0.0] * len(weight)
     for grad in grads:
         for i, g in enumerate(grad):

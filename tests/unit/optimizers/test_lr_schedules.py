@@ -1,4 +1,4 @@
-"""The schedules against their closed formulas, names and flags."""
+"""Learning-rate schedules: formulas, names and command-line flags."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from deepseek_zero.optimizers.lr_schedules import (
 
 
 def groups(*rates: float, **settings: Any) -> SimpleNamespace:
-    """Not a torch optimizer: all a schedule may ask for is param_groups."""
+    """Return a fake optimizer: schedules read only `param_groups`."""
     return SimpleNamespace(param_groups=[{"lr": rate, **settings} for rate in rates])
 
 
 def rates(schedule: LRSchedule, steps: int) -> list[float]:
-    """The rate of the first group as each optimizer step would use it, the first one included."""
+    """Return the first group's learning rate in each optimizer step, including the first."""
     seen = [schedule.optimizer.param_groups[0]["lr"]]
     for _ in range(steps):
         schedule.step()
@@ -128,7 +128,7 @@ def test_one_cycle_rises_falls_and_decays_with_momentum_against_it() -> None:
     optimizer = groups(9.0, betas=(0.9, 0.99))
     schedule = OneCycle(optimizer, 0.1, 0.5, 0.5, 4, 2, decay_step_size=2, decay_mom_rate=0.1)
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
-    assert schedule.get_mom() == [(0.9, 0.99)]  # the top of the cycle, as in DeepSpeed
+    assert schedule.get_mom() == [(0.9, 0.99)]  # the value at the top of the cycle, as in DeepSpeed
     height = [0, 1 / 4, 2 / 4, 3 / 4, 1, 1 / 2, 0]
     seen, moments = [optimizer.param_groups[0]["lr"]], []
     for _ in range(9):

@@ -1,6 +1,4 @@
-"""Newton-Schulz against the singular values, Muon against its formula, its AdamW against that of
-torch.
-"""
+"""Compare Newton-Schulz with singular values, Muon with its formula and its AdamW with torch's."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ from deepseek_zero.optimizers.muon import Muon, orthogonalize
 
 
 def slow_orthogonalize(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The quintic applied to the singular values themselves, in float64: what the matrix products
-    stand for.
-    """
+    """Apply the quintic polynomial to the singular values in float64."""
     left, values, right = torch.linalg.svd(
         matrix.double() / matrix.double().norm(), full_matrices=False
     )

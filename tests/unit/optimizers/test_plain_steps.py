@@ -1,4 +1,4 @@
-"""torch's optimizers, used without its compiler; hooks run once a step."""
+"""torch's optimizers run without importing its compiler, and step hooks run once per step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_building_does_not_change_torch() -> None:
 
 
 def doubled(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A user's decorator that does something."""
+    """A user's decorator that changes the behavior of `step`."""
 
     @functools.wraps(step)
     def twice(self: Optimizer, *args: Any) -> None:
@@ -118,7 +118,7 @@ def test_two_threads_that_build_optimizers_do_not_change_torch() -> None:
         inside.wait(5)
         with undecorated():
             go_on.set()
-            threading.Event().wait(0.1)  # the first one leaves meanwhile
+            threading.Event().wait(0.1)  # meanwhile, the first thread leaves the context
 
     threads = [threading.Thread(target=target) for target in (first, second)]
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Names, DeepSpeed's parameters, refusals, and how finely each optimizer may be cut."""
+"""Test the optimizer registry: names, DeepSpeed's parameters, refusals and granularity."""
 
 from __future__ import annotations
 
