@@ -1,5 +1,6 @@
-"""Unmodified transformers models over a tensor-parallel axis: bit by bit what the virtual axis
-computes.
+"""Tensor-parallel ranks train unmodified transformers models with the bits of `virtual`.
+
+`virtual` simulates all ranks of the axis in one process.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def test_ranks_share_a_key_value_head(name: str, options: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "bert"])
 def test_uneven_heads_and_widths(name: str) -> None:
-    """Four heads and 48 or 128 hidden features, or 67 words, over three ranks."""
+    """Three ranks do not divide 4 heads, 128 hidden features or a vocabulary of 67 evenly."""
     model = tiny(name, **({"num_key_value_heads": 4} if name == "llama" else {}))
     plain = step(copy.deepcopy(model), batch())
     whole = virtual_step(model, 3, GATHERED)
@@ -91,8 +92,10 @@ def test_ranks_that_read_in_place_compute_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt_neox"])
 def test_a_block_has_four_sums(name: str) -> None:
-    """Two forward and two backward; and one for the embedding, one into the head, one to gather the
-    logits.
+    """Each block has two sums in forward and two in backward.
+
+    There are three more: one for the embedding, one for the head's input gradient, one to gather
+    the logits.
     """
     model = tiny(name)
 
@@ -133,9 +136,7 @@ def test_norms_of_heads_have_a_gradient_that_is_summed(dtype: torch.dtype) -> No
 
 
 def test_outputs_that_are_gathered_immediately_and_whole_inputs() -> None:
-    """Phi-3's own plan: its fused projections are split, its attention is computed whole on every
-    rank.
-    """
+    """Phi-3's own plan splits its fused projections and replicates its attention."""
     model = tiny("phi3")
     whole, steps = virtual_step(model, 2), ranks_step(model, 2)
     assert {choice.style for choice in choose(model, 2).choices} >= {"column_gather", "row_scatter"}
@@ -145,7 +146,7 @@ def test_outputs_that_are_gathered_immediately_and_whole_inputs() -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 def test_lora_with_split_layers() -> None:
-    """B is split beside a column layer, A beside a row layer; what is frozen has no gradient."""
+    """B is split with a column layer and A with a row layer; frozen weights have no gradient."""
     peft = pytest.importorskip("peft")
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
     config = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False)
@@ -171,7 +172,7 @@ def test_lora_with_split_layers() -> None:
 
 
 class Prompted(torch.nn.Module):
-    """A frozen model behind prompts that are learnt, as prompt tuning puts them there."""
+    """A frozen model with trained prompts before its input, as in prompt tuning."""
 
     def __init__(self, base: torch.nn.Module) -> None:
         super().__init__()
@@ -216,7 +217,7 @@ def test_different_inputs_on_ranks_are_reported() -> None:
 
 
 def test_a_forward_that_raised_leaves_no_state() -> None:
-    """The next forward enters its tensors anew, and draws from the common stream."""
+    """The next forward works and draws from the common generator."""
     model = tiny("llama", attention_dropout=0.1)
 
     def body(rank: Rank) -> bool:

@@ -1,4 +1,4 @@
-"""Products that several ranks compute: sums are where they must be, once, in one order."""
+"""Products over tensor-parallel ranks: each sum is computed once and in one order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def whole(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def sums_of(rank: Rank) -> int:
-    """How many collectives this rank has issued in the lane of sums."""
+    """Return the number of reductions that this rank has issued."""
     return sum(
         len(rank.issued(lane))
         for lane in {lane for lane, _ in rank.world.issued[rank.index]}
@@ -65,9 +65,7 @@ def test_buffers_are_reused_but_not_while_others_read_them() -> None:
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_column_and_row_are_a_whole_layer_each(shape: tuple[int, ...], transposed: bool) -> None:
-    """Pitfalls: gradients for the input are summed per input, a bias's over all leading
-    dimensions.
-    """
+    """Gradients are summed separately for each input, and a bias's over all leading dimensions."""
     x, up, down = whole(*shape), whole(10, 8, seed=1), whole(8, 10, seed=2)
     up_bias, down_bias = whole(10, seed=3), whole(8, seed=4)
 
@@ -122,7 +120,7 @@ def test_the_gradient_of_an_input_is_summed_once_for_all_layers_that_read_it() -
 
 
 def test_a_reader_with_unused_output() -> None:
-    """The sum is started without it, and the next backward begins anew."""
+    """The sum starts without the unused output, and the next backward works."""
 
     def body(rank: Rank) -> list[Tensor]:
         group = TensorGroup(rank.comm)
@@ -145,7 +143,7 @@ def test_a_reader_with_unused_output() -> None:
 
 
 def test_a_sum_of_a_tensor_that_is_not_contiguous() -> None:
-    """Pitfall: the sum of a contiguous copy is lost."""
+    """The result must not be left in a contiguous copy."""
 
     def body(rank: Rank) -> tuple[Tensor, Tensor]:
         group = TensorGroup(rank.comm)
@@ -185,7 +183,7 @@ def test_gather_and_scatter_are_each_others_gradients() -> None:
 
 
 def test_bytes_are_counted() -> None:
-    """A direct sum sends this rank's part to every other rank."""
+    """A direct all-reduce sends this rank's tensor to every other rank."""
 
     def body(rank: Rank) -> Any:
         group = TensorGroup(rank.comm)

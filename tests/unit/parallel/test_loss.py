@@ -1,4 +1,4 @@
-"""The loss of split logits is torch's cross entropy of whole ones, and equal on every rank."""
+"""The loss of vocabulary-parallel logits is torch's cross entropy and equal on every rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def values() -> tuple[Tensor, Tensor]:
 
 
 def split(logits: Tensor, targets: Tensor, **terms: Any) -> list[tuple[Tensor, Tensor]]:
-    """Each rank's loss, and its columns of the gradient."""
+    """Return each rank's loss and its columns of the gradient."""
 
     def body(rank: Rank) -> tuple[Tensor, Tensor]:
         ((start, stop),) = PART.weight.ranges[rank.index]
@@ -99,7 +99,7 @@ def test_the_virtual_axis_has_the_same_bits(dtype: torch.dtype) -> None:
 
 
 class TestTransformers:
-    """Unmodified models whose loss reads split logits."""
+    """Unmodified models whose loss is computed from split logits."""
 
     @pytest.fixture(autouse=True)
     def _needed(self) -> None:
@@ -142,9 +142,7 @@ class TestTransformers:
             torch.testing.assert_close(trained.detach(), whole.logits.detach())
 
     def test_tuples_and_token_counts(self) -> None:
-        """Labels may come by place, and the loss may be a sum over a count that the caller
-        knows.
-        """
+        """Labels may be positional; the loss may be divided by a given number of tokens."""
         model, count = tiny("llama"), torch.tensor(16)
         whole = model(**batch(), num_items_in_batch=count).loss
 
@@ -173,7 +171,7 @@ class TestTransformers:
 
 
 def test_no_whole_row_is_sent() -> None:
-    """Three numbers for each token and rank."""
+    """Each rank sends three numbers per token."""
 
     def body(rank: Rank) -> int:
         axis = TensorAxis(TensorGroup(rank.comm))

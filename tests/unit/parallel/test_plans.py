@@ -1,4 +1,4 @@
-"""Which layers are split, by which rule, and what is refused."""
+"""Test which layers are split, by which rule, and which models are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.parallel.tiny import differences, ranks_step, tiny, virtual_step
 
 
 class Attention(nn.Module):
-    """Projections by their names, and a count of heads."""
+    """An attention module with known names of projections and a number of heads."""
 
     def __init__(self, width: int = 12, heads: int = 3) -> None:
         super().__init__()
@@ -117,9 +117,7 @@ def test_a_model_with_only_skipped_layers_stays_whole() -> None:
 @pytest.mark.parametrize("kind", ["row", "column", "column_gather"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_single_layers_compute_what_whole_ones_do(kind: str, dtype: torch.dtype) -> None:
-    """Also one of parts of several widths, uneven over the ranks, and layers one behind the
-    other.
-    """
+    """Also covers fused parts of different widths, uneven shards, and consecutive layers."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 7), nn.Linear(7, 10)).to(
         dtype
@@ -222,7 +220,7 @@ def test_the_table_counts_blocks() -> None:
 
 
 class TestTransformers:
-    """Plans of unmodified models."""
+    """Plans for unmodified models."""
 
     @pytest.fixture(autouse=True)
     def _needed(self) -> None:
@@ -283,7 +281,10 @@ def test_nothing_changes_in_a_model_that_is_refused() -> None:
 
 
 def test_feed_forward_layers_and_vocabularies_are_cut_at_multiples_of_a_grain() -> None:
-    """As DeepSpeed's tp_grain_size: heads are cut by heads; a width with too few grains evenly."""
+    """Like DeepSpeed's tp_grain_size.
+
+    Attention is split by heads. A width with too few grains is split evenly.
+    """
     model = tiny("llama")
     widths = {
         choice.name: choice.part.widths

@@ -1,5 +1,6 @@
-"""Modules between split layers: a rank computes its part, or the model is refused before the first
-step.
+"""Operations between split layers are examined before the first step.
+
+Each rank computes its part, or the model is refused.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 
 class Mlp(nn.Module):
-    """A feed-forward layer with something between its products."""
+    """A feed-forward layer with another operation between its two products."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ REFUSED = ["vector", "norm", "group norm", "mean", "softmax", "top-k", "order", 
 
 
 class Attention(nn.Module):
-    """An attention with extra parameters per head, per feature of a head, and for all heads."""
+    """An attention with extra parameters: per head, per feature, or for all heads."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__()
@@ -151,8 +152,9 @@ def taken(model: nn.Module, x: Tensor | None = None) -> Step:
 
 
 def agrees(model: nn.Module, tp: int, settings: ParallelSettings | None = None) -> dict[str, str]:
-    """Compare loss and every gradient of the ranks with the whole model's; return the kinds of
-    splits by name.
+    """Compare the loss and all gradients with those of the whole model.
+
+    Returns the kinds of splits by name.
     """
     whole = taken(copy.deepcopy(model))
 
@@ -211,7 +213,7 @@ def test_norms_that_span_heads_or_are_listed_by_head_are_refused(kind: str) -> N
 
 
 class Biased(nn.Module):
-    """An attention that is given a bias, learnt or not, of all heads or of one."""
+    """An attention with a bias, trained or not, per head or shared."""
 
     def __init__(self, *shape: int, learns: bool) -> None:
         super().__init__()
@@ -235,8 +237,9 @@ def forwards(
 
 @pytest.mark.parametrize("rows", [3, 40])
 def test_the_first_forward_examines_what_could_not_be_run_before(rows: int) -> None:
-    """Pitfall: a bias of all heads is made outside, and a learnt one has a gradient from each
-    rank's heads.
+    """The bias of all heads is computed outside of the attention.
+
+    A trained bias gets a gradient from the heads of each rank.
     """
 
     class Needs(Attention):
@@ -260,9 +263,7 @@ def test_the_first_forward_examines_what_could_not_be_run_before(rows: int) -> N
 
 
 def test_an_examination_in_the_first_forward_changes_nothing() -> None:
-    """Pitfalls: it runs within a checkpoint, whose saved tensors are counted; it draws random
-    numbers.
-    """
+    """The examination runs inside a checkpoint and draws random numbers."""
 
     class Two(Mlp):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
@@ -286,7 +287,7 @@ def test_an_examination_in_the_first_forward_changes_nothing() -> None:
 
 
 class Closed(nn.Module):
-    """Layers that are called by a function that no copy of the module has copied."""
+    """Layers that are called by a closure, which a copy of the module does not copy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +330,7 @@ def test_a_model_without_values_is_examined_too() -> None:
 
 
 class Block(nn.Module):
-    """A feed-forward layer in the module that holds two attentions, of which it calls one."""
+    """A module with a feed-forward layer and two attentions, of which it calls one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +349,7 @@ def test_a_module_around_another_holder_is_examined_by_itself() -> None:
 
 
 class Sparse(Mlp):
-    """A feed-forward layer that keeps a loss of its hidden features."""
+    """A feed-forward layer that stores a loss of its hidden features in an attribute."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up_proj(x)
@@ -440,7 +441,7 @@ def test_a_norm_for_each_head_in_a_list_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 def test_the_magnitudes_of_dora_are_refused_and_rslora_is_right() -> None:
-    """DoRA takes the norm of a whole layer's rows."""
+    """DoRA needs the norms of a whole layer's rows."""
     peft = pytest.importorskip("peft")
     options: dict[str, Any] = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False}
     with torch.random.fork_rng():

@@ -1,4 +1,4 @@
-"""Ulysses' exchanges: per head the bits of one process, in attention and in its gradients."""
+"""Ulysses all-to-alls: attention and its gradients have the bits of one process, head by head."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ BATCH, TOKENS, WIDTH = 2, 8, 4
 
 
 def heads(number: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """(batch, heads, tokens, width)."""
+    """Return random values of shape (batch, heads, tokens, width)."""
     draws = torch.Generator().manual_seed(seed)
     return torch.randn(BATCH, number, TOKENS, WIDTH, generator=draws).to(dtype)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal, head by head: no kernel sees two of them, so bits cannot depend on how many there
-    are.
+    """Compute causal attention one head at a time.
+
+    The bits then do not depend on the number of heads.
     """
     shared = query.shape[1] // key.shape[1]
     found = [
@@ -73,7 +74,7 @@ def test_attention_of_a_head_has_the_bits_of_one_process(
     assert torch.equal(torch.cat([each[0] for each in ranks], 1), whole[0])
     for place in (1, 2, 3):
         found = torch.cat([each[place] for each in ranks], 2)
-        if place > 1 and few < size:  # a head that several ranks hold: their sums are added
+        if place > 1 and few < size:  # several ranks have this head, and their gradients are summed
             error = 1e-6 if dtype is torch.float32 else 2e-2
             torch.testing.assert_close(found, whole[place], rtol=error, atol=error)
         else:
@@ -82,8 +83,10 @@ def test_attention_of_a_head_has_the_bits_of_one_process(
 
 @pytest.mark.parametrize(("size", "few"), [(2, 4), (4, 2)])
 def test_bytes_are_those_of_the_formula(size: int, few: int) -> None:
-    """(C - 1) / C of query, key, value and output, keys and values as often as they are held; the
-    same in backward.
+    """Each rank sends (C - 1) / C of query, key, value and output in forward, and the same in
+    backward.
+
+    Keys and values count once per rank that needs them.
     """
     many, share = 8, TOKENS // size
 

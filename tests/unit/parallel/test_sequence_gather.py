@@ -1,6 +1,4 @@
-"""Gathered keys and values: per block of queries the bits of one process, sums in the order of the
-ranks.
-"""
+"""Attention with gathered keys and values has the bits of one process, with sums in rank order."""
 
 from __future__ import annotations
 
@@ -24,15 +22,16 @@ def kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Te
 
 
 def inputs(many: int, few: int, dtype: torch.dtype) -> list[Tensor]:
-    """Query, key, value, and what the output is weighed by."""
+    """Return query, key, value, and the gradient of the output."""
     return [heads(each, seed, dtype) for seed, each in enumerate((many, few, few))] + [
         heads(many, 3, dtype)
     ]
 
 
 def blocked(given: list[Tensor], size: int, is_causal: bool, window: int | None) -> list[Tensor]:
-    """One process, block by block: the output, the queries' gradients, and those of keys and values
-    summed by rank.
+    """Compute attention in one process, one block of queries at a time.
+
+    Returns the output, the gradient of the queries, and those of keys and values, summed by rank.
     """
     query, key, value, weight = given
     chunk, found, grads = TOKENS // (2 * size), torch.empty_like(query), torch.empty_like(query)
@@ -61,7 +60,7 @@ def blocked(given: list[Tensor], size: int, is_causal: bool, window: int | None)
 def gathered(
     rank: Rank, given: list[Tensor], is_causal: bool, window: int | None
 ) -> tuple[list[Tensor], int]:
-    """The same of one rank's tokens, and the bytes that it sent."""
+    """Return the same for the tokens of one rank, and the bytes that it sent."""
     group, chunk = SequenceGroup(rank.comm), TOKENS // (2 * rank.size)
     places = zigzag(rank.index, rank.size)
     own = [torch.cat([each.split(chunk, 2)[place] for place in places], 2) for each in given]
@@ -96,8 +95,9 @@ def test_blocks_have_the_bits_of_one_process(
 
 @pytest.mark.parametrize(("size", "many", "few"), [(2, 3, 3), (4, 4, 2)])
 def test_bytes_are_those_of_the_formula(size: int, many: int, few: int) -> None:
-    """(C - 1) times a rank's keys and values forward; backward gathers them again and sends as much
-    of gradients.
+    """Each rank sends its keys and values C - 1 times in forward.
+
+    Backward gathers them again and sends gradients of the same size.
     """
     given = inputs(many, few, torch.float32)
     sent = [bytes_ for _, bytes_ in run_ranks(size, lambda rank: gathered(rank, given, True, None))]

@@ -1,6 +1,4 @@
-"""Unmodified models on sequences that ranks share, beside split layers too: ranks as threads
-against one process.
-"""
+"""Unmodified models with sequence parallelism, also with tensor parallelism, equal one process."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def on_ranks(
     settings: SequenceSettings | None = None,
     **world: Any,
 ) -> list[tuple[Step, dict[str, int], int]]:
-    """Each rank's step, with the means of gradients over sp, the bytes that it sent, and its place
-    along tp.
-    """
+    """Return each rank's step with gradients averaged over sp, its sent bytes and its tp rank."""
 
     def body(rank: Rank) -> tuple[Step, dict[str, int], int]:
         here, own, splits = mesh.on_world(rank.size, rank.index), copy.deepcopy(model), {}
@@ -79,7 +75,7 @@ def compare(
     inputs: dict[str, Tensor],
     settings: SequenceSettings | None = None,
 ) -> None:
-    """Within 1e-6 of one process: losses, and gradients as ZeRO would average them."""
+    """Check that losses and averaged gradients are within 1e-6 of one process."""
     whole = step(copy.deepcopy(model), inputs)
     for found, _, tp in on_ranks(model, mesh, inputs, settings):
         assert abs(found.loss.item() / whole.loss.item() - 1) < 1e-6
@@ -93,7 +89,7 @@ def compare(
 @pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "gpt_neox", "bert"])
 def test_unmodified_models(name: str, attention: Any) -> None:
-    """Labels of a masked language model are its own tokens', and stay."""
+    """The labels of a masked language model are not shifted."""
     compare(tiny(name), Mesh(sp=2), batch(0), SequenceSettings(attention))
 
 
@@ -108,7 +104,7 @@ def test_unmodified_models(name: str, attention: Any) -> None:
     ],
 )
 def test_any_number_of_heads(name: str, options: dict[str, Any], size: int) -> None:
-    """With 5 labels ignored a rank may have no valid token at all."""
+    """With 5 ignored labels, a rank may have no valid token."""
     attention: Any = "all_gather" if name == "mistral" else "auto"
     compare(tiny(name, **options), Mesh(sp=size), batch(1, ignores=5), SequenceSettings(attention))
 
@@ -118,12 +114,15 @@ def test_any_number_of_heads(name: str, options: dict[str, Any], size: int) -> N
     ("name", "options"), [("llama", {}), ("llama", {"num_key_value_heads": 1}), ("gpt2", {})]
 )
 def test_with_tensor_parallelism(name: str, options: dict[str, Any], attention: Any) -> None:
-    """Each of two ranks along tp has half the heads, which two ranks along sp divide again."""
+    """Two tp ranks have half of the heads each, and two sp ranks divide these again."""
     compare(tiny(name, **options), Mesh(sp=2, tp=2), batch(2), SequenceSettings(attention))
 
 
 def test_bytes_are_those_of_the_formula() -> None:
-    """(C - 1) times a rank's keys and values: gathered, gathered again, and their gradients."""
+    """A rank's keys and values are sent three times to C - 1 ranks.
+
+    They are gathered in forward and in backward, and their gradients are reduced.
+    """
     model = tiny("llama")
     text: Any = model.config
     own = 3 * (LENGTH // 2) * 2 * text.num_key_value_heads * text.head_dim * 4

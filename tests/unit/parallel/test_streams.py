@@ -1,4 +1,4 @@
-"""Generators of the ranks along "tp"."""
+"""Test the random number generators of tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.parallel.tiny import tiny
 
 
 def test_ranks_continue_with_the_state_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are threads with one common generator here, so each gets a separate state."""
+    """The ranks are threads of one process, so each gets a fake generator state."""
     states = {rank: torch.full((8,), rank, dtype=torch.uint8) for rank in range(3)}
 
     def body(rank: Rank) -> list[str]:
@@ -36,7 +36,7 @@ def test_ranks_continue_with_the_state_of_the_first(monkeypatch: pytest.MonkeyPa
 
 
 class Device:
-    """A device that carries the number of its rank."""
+    """A fake device with the number of its rank."""
 
     def __init__(self, kind: str, rank: int) -> None:
         self.type, self.rank = kind, rank

@@ -1,6 +1,4 @@
-"""Activations that are sharded over tokens between split layers: the bits of the virtual axis in
-that mode.
-"""
+"""Activations sharded over tokens between split layers give the bits of `virtual` in that mode."""
 
 from __future__ import annotations
 
@@ -81,8 +79,9 @@ def test_only_what_is_between_the_regions_is_a_summand() -> None:
 
 
 def test_the_tokens_between_the_regions_are_a_part() -> None:
-    """Norms see half of the tokens in training and all of them in evaluation; what follows the
-    blocks sees all.
+    """In training, norms receive half of the tokens; in evaluation, all of them.
+
+    Modules after the blocks always receive all tokens.
     """
     model = tiny("gpt2")
 

@@ -1,4 +1,4 @@
-"""What is sent along the axis is what the plan says, to the byte."""
+"""The bytes sent along the tensor-parallel axis equal those of the plan."""
 
 from __future__ import annotations
 

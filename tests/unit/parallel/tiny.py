@@ -1,6 +1,4 @@
-"""Tiny unmodified transformers models, and one training step of them, alone or on the ranks of an
-axis.
-"""
+"""Tiny unmodified transformers models, and one training step in one process or on several ranks."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ EIGHT = ("llama", "mistral", "qwen2", "gemma2", "gpt2", "gpt_neox", "opt", "bert
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
-    """A model with random values, biases and norms too, the same each time."""
+    """Return a model with the same random values in every call, also in biases and norms."""
     import transformers
 
     config_name, model_name, known = MODELS[name]
@@ -109,7 +107,7 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Mo
 
 
 def batch(seed: int = 3) -> dict[str, Tensor]:
-    """Tokens and labels; some labels are ignored."""
+    """Return tokens and labels, of which some are ignored."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
     labels = tokens.clone()
@@ -119,7 +117,7 @@ def batch(seed: int = 3) -> dict[str, Tensor]:
 
 @dataclass
 class Step:
-    """What one forward and backward left."""
+    """The results of one forward and backward."""
 
     loss: Tensor
     grads: dict[str, Tensor | None]
@@ -128,7 +126,7 @@ class Step:
 
 
 def step(model: nn.Module, inputs: dict[str, Tensor], autocast: bool = False) -> Step:
-    """One forward and backward; random numbers are the same each time."""
+    """Run one forward and backward with a fixed seed."""
     torch.manual_seed(5)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         output = model(
@@ -154,7 +152,7 @@ def ranks_step(
     autocast: bool = False,
     **world: Any,
 ) -> list[Step]:
-    """The step of each rank of a tensor-parallel axis."""
+    """Run the step on the ranks of a tensor-parallel axis."""
 
     def body(rank: Rank) -> Step:
         own = copy.deepcopy(model)
@@ -169,12 +167,14 @@ def ranks_step(
 def virtual_step(
     model: nn.Module, tp: int, settings: ParallelSettings | None = None, *, autocast: bool = False
 ) -> Step:
-    """The step of the virtual axis."""
+    """Run the step with all ranks simulated in one process."""
     return step(virtual(copy.deepcopy(model), tp, settings), batch(), autocast)
 
 
 def summed(steps: list[Step], name: str, rank: int) -> Tensor | None:
-    """A rank's gradient, where ranks hold the same elements and compute summands, summed in their
+    """Return a rank's gradient.
+
+    If several ranks have the same elements and compute partial gradients, these are summed in rank
     order.
     """
     split, own = steps[rank].splits[name], steps[rank].grads[name]
@@ -190,7 +190,7 @@ def summed(steps: list[Step], name: str, rank: int) -> Tensor | None:
 
 
 def differences(steps: list[Step], whole: Step) -> list[str]:
-    """Every way in which the ranks' steps differ from that of the whole model, in bits."""
+    """Return all bitwise differences between the ranks' steps and that of the whole model."""
     found = []
     for rank, each in enumerate(steps):
         if not torch.equal(each.loss, whole.loss):
@@ -212,9 +212,7 @@ def differences(steps: list[Step], whole: Step) -> list[str]:
 
 
 def furthest(found: Step, plain: Step) -> float:
-    """The largest difference of two steps' losses and gradients, relative to the largest gradient
-    of each name.
-    """
+    """Return the largest relative difference of loss and gradients."""
     far = abs((found.loss - plain.loss) / plain.loss).item()
     for name, grad in plain.grads.items():
         own = found.grads[name]

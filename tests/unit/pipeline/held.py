@@ -1,4 +1,4 @@
-"""The gradients that the stages of a pipeline hold, beside those of one process."""
+"""Compare the gradients of pipeline stages with those of one process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ def assert_held(
     *,
     are_summed: bool,
 ) -> None:
-    """Compare to the bit what one stage holds; within rounding what several do, whose uses one
-    process adds otherwise.
+    """Compare gradients: bitwise if one stage has the parameter, else within rounding errors.
 
-    found: each rank's gradients, by name.  holders: how many stages hold a name.  are_summed:
-    whether each of them has the sum already, and not its own summand.
+    Several stages sum the gradients of a tied weight in another order than one process.
+
+    found: each rank's gradients by name.
+
+    holders: returns the number of stages that have a parameter.
+
+    are_summed: whether each stage has the sum and not only its part.
     """
     for name, grad in expected.items():
         held = [grads[name] for grads in found if name in grads]

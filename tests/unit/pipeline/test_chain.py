@@ -1,6 +1,4 @@
-"""Models of transformers, unmodified, cut into two and three stages: the loss and every gradient,
-to the bit.
-"""
+"""Unmodified transformers models in stages have the loss and gradients of one process."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class Wrapped(nn.Module):
-    """A model inside a module with a forward that hides the model's cache argument."""
+    """A module around a model whose forward hides the model's cache argument."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -94,9 +92,7 @@ def sample(micro: int) -> MicroBatch:
 
 
 def alone(model: nn.Module, cut: Cut) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """One process that accumulates; the uses of a tied weight in two stages are summed apart, then
-    added in order.
-    """
+    """Train one process with gradient accumulation and return its losses and gradients."""
     losses = []
     for micro in range(MANY):
         loss = model(**sample(micro).kwargs).loss

@@ -1,6 +1,4 @@
-"""Pipelines of ranks that take turns in one process: the same bits as one process that
-accumulates.
-"""
+"""Pipelines of ranks in one process have the bits of one process with gradient accumulation."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def given(batch: Batch) -> MicroBatch:
 
 
 def alone(make: Callable[[], nn.Module], batches: Sequence[Batch]) -> tuple[list[Tensor], Grads]:
-    """One process with accumulation."""
+    """Train one process with gradient accumulation and return its losses and gradients."""
     model, losses = make(), []
     for batch in batches:
         loss = model(batch.tokens, batch.targets)
@@ -66,7 +64,7 @@ def pipelined(
     key: Callable[[Batch], Any] = lambda batch: tuple(batch.tokens.shape),
     **options: Any,
 ) -> tuple[list[Tensor], Grads, list[list[str]]]:
-    """The losses of the last step, every gradient, and what each rank has issued."""
+    """Return the losses of the last step, all gradients, and each rank's collectives."""
     verify(schedule)
 
     def body(rank: Rank) -> tuple[list[Tensor] | None, Grads]:
@@ -123,7 +121,7 @@ def test_two_ranks_have_the_bits_of_one_process(
 
 
 class StartsInPlace(nn.Module):
-    """A block that first writes its input in place."""
+    """A block whose first layer changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +215,7 @@ def test_messages_of_known_shape_have_no_header() -> None:
     first, last = run_ranks(2, body)
     assert (
         first[1] == last[1] == 4 * activation
-    )  # A forward and A backward for each boundary and micro-batch
+    )  # a forward or backward message per boundary and micro-batch
     assert first[0] > first[1]
     assert last[0] == last[1]
 
@@ -276,7 +274,7 @@ class Tied(Gpt):
 
 
 class Apart(Gpt):
-    """What `Tied` computes, with the two uses of the weight apart."""
+    """The same computation as `Tied`, with a separate parameter for each use of the tied weight."""
 
     def __init__(self) -> None:
         super().__init__(blocks=6)

@@ -1,6 +1,4 @@
-"""A model as a list of layers: cut, named by places, the same bits in a pipeline as in one
-process.
-"""
+"""Lists of layers are partitioned into stages, named by index, and have the bits of one process."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ MANY = 4
 
 
 class Pair(nn.Module):
-    """Takes and returns a tuple: hidden states, and a mask that no gradient goes into."""
+    """A layer whose input and output are tuples: hidden states, and a mask without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +143,7 @@ def test_names_and_builds_are_those_of_the_whole_list() -> None:
     assert last.stage_owner(8) == 2
     assert last.ties == {"tied_modules.tokens.weight": (0, 2)}
     assert whole.ties == {}
-    # Seeds by place: a layer has the same values whoever builds it.
+    # Seeds depend on the index of a layer, so a layer has the same values on every rank.
     own = dict(last.named_parameters())
     assert all(
         torch.equal(param, own[name])
@@ -186,9 +184,7 @@ def test_seeds_and_recomputation_are_by_layer() -> None:
 
 
 def test_untied_parameters_of_a_tied_layer_exist_on_every_stage_and_are_not_saved() -> None:
-    """Each stage trains a bias of its own, under one name: a checkpoint would keep the first
-    stage's alone.
-    """
+    """Each stage has a bias with the same name; a checkpoint would save only the first."""
     specs = [
         TiedLayerSpec("ends", nn.Linear, 4, 4),
         nn.Tanh(),

@@ -1,6 +1,4 @@
-"""The plain loop over stages: bits of accumulation, what the caller does to the loss, and what is
-refused.
-"""
+"""The plain training loop with stages: bits of accumulation, changes of the loss, and refusals."""
 
 from __future__ import annotations
 
@@ -44,8 +42,9 @@ class Tied(Gpt):
 
 
 class Loop:
-    """One rank of a model in stages, and its plain loop, as an engine has them.  calls: of a
-    step.
+    """One rank of a pipelined model with its plain loop, as in an engine.
+
+    calls: the number of calls per step.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Loop:
     def step(
         self, batches: Sequence[Batch], change: Callable[[Tensor], Tensor] = lambda loss: loss
     ) -> list[Tensor]:
-        """The losses of one step, a call for each batch."""
+        """Run one step with one call per batch and return the losses."""
         losses = []
         for number, batch in enumerate(batches, 1):
             loss = self.call(batch, ends=number == self.calls)
@@ -164,7 +163,7 @@ def test_parts_and_calls_have_the_bits_of_one_process_that_accumulates(
             assert torch.equal(torch.stack(losses[step]), means)
     values = reference.values()
     for _, _, weights in found:
-        assert weights.keys() == gpt().state_dict().keys()  # of all stages
+        assert weights.keys() == gpt().state_dict().keys()  # the parameters of all stages
         assert all(torch.equal(weight, values[key]) for key, weight in weights.items())
 
 
@@ -223,7 +222,7 @@ def test_a_factor_of_the_callers_is_rescaled_once_and_assumed_from_then_on(
     )
     for (expected, never), (found, once) in zip(plain, quarter, strict=True):
         assert (never, once) == ([], [0])
-        for step in range(2):  # a power of two rounds nothing
+        for step in range(2):  # multiplication by a power of two is exact
             assert all(
                 torch.equal(grad * 0.25, other)
                 for grad, other in zip(expected[step], found[step], strict=True)
@@ -260,7 +259,7 @@ def test_rows_of_each_rank_have_the_bits_of_all_rows_on_every_rank(
             batches = batches_of(step, 4, parts or 1)
             pairs = [batches[:2], batches[2:]]
             losses += here.step([pair[rank.index] if own else joined(pair) for pair in pairs])
-        here.model.load_state_dict(here.weights())  # of the whole model
+        here.model.load_state_dict(here.weights())  # the state dict of the whole model
         return losses, here.weights()
 
     found, expected = (
@@ -275,9 +274,7 @@ def test_rows_of_each_rank_have_the_bits_of_all_rows_on_every_rank(
 
 
 class Summed(nn.Module):
-    """Divides a sum of losses by a total, and returns logits beside it, as models of transformers
-    do.
-    """
+    """A model that divides a summed loss by a given total and also returns logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +353,7 @@ def test_the_output_of_a_call_has_its_loss_on_all_stages_and_other_values_on_the
 
 @pytest.mark.parametrize("parts", [None, 2])
 def test_each_rank_has_what_the_model_returns_for_its_own_rows(parts: int | None) -> None:
-    """Rows of other lengths, and totals, on each rank."""
+    """Sequence lengths and totals differ between ranks."""
     model = seeded(Summed)
 
     def given(rank: int) -> dict[str, Any]:
@@ -372,13 +369,13 @@ def test_each_rank_has_what_the_model_returns_for_its_own_rows(parts: int | None
         here.model.eval()
         found = here.loop((), given(rank.index))
         with torch.no_grad():
-            bare = here.model(given(rank.index)["tokens"])  # as a client does that relies on hooks
+            bare = here.model(given(rank.index)["tokens"])  # as in a client that relies on hooks
         return loss, found, bare, [grad.clone() for grad in grads if grad is not None]
 
     outcomes = run_ranks(2, body)
     for rank, (loss, found, bare, _) in enumerate(outcomes):
         whole = model(**given(rank))
-        (whole["loss"] / 1).backward()  # the mean over two ranks, and the factor of two
+        (whole["loss"] / 1).backward()  # the mean over two ranks cancels the factor of 2
         assert isinstance(found, StageOutput) and found[0] is found.loss
         for each in (loss, found.loss):
             assert each.item() == pytest.approx(whole["loss"].item(), rel=1e-6)
@@ -505,9 +502,7 @@ def test_the_idle_mode_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
         run_ranks(2, body)
     told = [each for each in caplog.messages if "idles 50% of the time" in each]
-    assert (
-        len(told) == 2 and "micro_batches" in told[0]
-    )  # both threads of this process are rank 0 of it
+    assert len(told) == 2 and "micro_batches" in told[0]  # two threads, both with rank 0
 
 
 def test_two_losses_of_two_calls_may_be_added_up() -> None:

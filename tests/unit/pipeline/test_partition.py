@@ -1,4 +1,4 @@
-"""Cuts of a chain of layers: balanced, never empty, the same on every rank."""
+"""Partitions of a chain of layers are balanced, never empty, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_type_counts_layers_whose_class_matches() -> None:
 
 def test_best_weighs_work_first_and_memory_among_equals() -> None:
     layers = [LayerCost(flops=4, state_bytes=size, saved_bytes=1) for size in (9, 1, 1, 1, 1)]
-    # Work is balanced by 2 + 3 and by 3 + 2; the first stage holds the large layer and keeps more
-    # in flight.
+    # Both 2 + 3 and 3 + 2 balance the work. The first stage has the large layer and more
+    # micro-batches in flight.
     assert partition("best", layers, 2, (2, 1)) == (0, 2, 5)
     assert partition("best", [LayerCost(flops=4) for _ in range(6)], 3) == (0, 2, 4, 6)
     assert partition("best", [LayerCost(flops=size) for size in (1, 1, 1, 9)], 2) == (0, 3, 4)

@@ -1,6 +1,4 @@
-"""A pipeline as an engine has it: cut, connect, train, evaluate; models as they are and lists of
-layers.
-"""
+"""Pipelines in an engine: partitioning, training and evaluation of models and lists of layers."""
 
 from __future__ import annotations
 
@@ -97,7 +95,8 @@ def test_a_list_of_layers_trains_and_may_change_its_shapes() -> None:
         losses = []
         for size in (2, 2, 3):
             found = [batch_of(0, micro, mesh.data_index, size) for micro in range(MANY)]
-            # A stage in the middle has no data, the first no labels, the last no inputs.
+            # Middle stages have no data, the first stage has no labels, and the last one has no
+            # inputs.
             micro_batches = [
                 Labelled(
                     batch.tokens if mesh.coordinates["pp"] == 0 else None,

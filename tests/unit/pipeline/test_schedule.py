@@ -1,6 +1,4 @@
-"""Schedules of pipelines: their numbers are those of the specification, the verifier finds every
-mistake.
-"""
+"""Pipeline schedules have the specified numbers, and the verifier detects every invalid one."""
 
 from __future__ import annotations
 
@@ -49,19 +47,19 @@ def count(schedule: PipelineSchedule, rank: int, kind: StageActionKind) -> int:
 
 
 def most_in_flight(program: Sequence[StageAction]) -> int:
-    """The most forwards of a program whose backward is still to come."""
+    """Return the largest number of forwards that wait for their backward."""
     changes = [(action.kind is F) - (action.kind is B) for action in program]
     return max(accumulate(changes))
 
 
 def most_gathered(program: Sequence[StageAction]) -> int:
-    """The most stages of a rank that are gathered at the same time."""
+    """Return the largest number of stages of a rank that are gathered at the same time."""
     gather, release = StageActionKind.GATHER, StageActionKind.RELEASE
     return max(accumulate((action.kind is gather) - (action.kind is release) for action in program))
 
 
 def bubble(schedule: PipelineSchedule) -> float:
-    """Idle time divided by useful time, for the busiest rank."""
+    """Return idle time divided by useful time for the busiest rank."""
     spans, seconds = simulate(schedule, 1.0, 2.0)
     busy = [0.0] * schedule.ranks
     for span in spans:
@@ -114,8 +112,8 @@ def test_breadth_first_gathers_a_stage_twice_and_two_at_once() -> None:
         found = breadth_first(ranks, virtual, many)
         for rank in range(ranks):
             own = found.stages_of(rank)
-            # The last stage of a rank is used backward as soon as it was used forward: one gather
-            # serves both.
+            # The backward of a rank's last stage directly follows its forward, so one gather is
+            # enough.
             assert count(found, rank, StageActionKind.GATHER) == 2 * len(own) - 1
             assert count(found, rank, StageActionKind.REDUCE) == len(own)
         assert max(map(most_gathered, found.programs)) <= 2
@@ -254,7 +252,7 @@ def test_the_notation_is_pytorchs() -> None:
 
 
 def parsed(*rows: str) -> list[list[StageAction]]:
-    """Read computations such as 0F0 and 1B0, a row for each rank."""
+    """Parse one row of computations such as 0F0 and 1B0 per rank."""
     return [
         [
             StageAction(int(stage), StageActionKind(kind), int(micro))
@@ -268,7 +266,7 @@ def test_a_table_of_computations_is_completed() -> None:
     found = lower("1f1b", 2, (0, 1), parsed("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"), (2, 1))
     verify(found)
     assert StageAction(1, StageActionKind.RECV_F, 1) in found.programs[1]
-    # A V of four stages over two ranks.
+    # A "V" of four stages on two ranks: the first and last stage are on rank 0.
     table = lower("v", 1, (0, 1, 1, 0), parsed("0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"), (2, 2))
     verify(table)
     assert table.edges == ((0, 1), (1, 0))
@@ -288,6 +286,6 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 def test_a_plan_for_16384_ranks_is_made_and_proven_in_two_seconds() -> None:
     began = time.process_time()
     for name, virtual in (("1f1b", 1), ("interleaved", 4), ("breadth_first", 4)):
-        # Of a mesh of 16 x 8 x 128: as many programs as pipeline ranks
+        # A mesh of 16 x 8 x 128 ranks has one program per pipeline rank.
         verify(make_schedule(name, 16, virtual, 64))
     assert time.process_time() - began < 2.0

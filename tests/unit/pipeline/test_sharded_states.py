@@ -1,5 +1,6 @@
-"""ZeRO 0-3 under pipelines: the bits of one process, one gather and one reduction of a unit in a
-step.
+"""Pipelines with ZeRO stages 0 to 3 have the bits of one process.
+
+Each unit is gathered and reduced once per step.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Found = tuple[list[list[Tensor]], list[float], dict[str, Tensor], list[str]]
 
 
 def watch_gathered(states: ShardedStates) -> list[int]:
-    """How many blocks are gathered behind each forward and backward."""
+    """Record the number of gathered blocks after each forward and backward."""
     found, units = [0], states.runtime.units[1:]
     inner = states.forward
 
@@ -209,7 +210,7 @@ def test_tied_weights_under_every_stage(stage: int, name: str, virtual: int) -> 
         for _, _, norms in found:
             assert (
                 norms[step] == found[0][2][step] == pytest.approx(float(norm), rel=1e-5)
-            )  # a tied weight counts once
+            )  # a tied weight counts once in the norm
         optimizer.step()
     values = expected.state_dict()
     for rank, (weights, issued, _) in enumerate(found):
@@ -227,20 +228,20 @@ def test_a_unit_is_gathered_and_reduced_once_whatever_the_micro_batches(stage: i
         gathers = [each for each in issued if each.startswith(f"gather {block}")]
         reduces = [each for each in issued if each.startswith(f"reduce {block}")]
         assert len(reduces) == STEPS, reduces
-        assert len(gathers) == STEPS + (stage == 3), gathers  # state_dict gathers stage 3 once more
+        assert len(gathers) == STEPS + (stage == 3), gathers  # one more by state_dict
 
 
 def test_breadth_first_gathers_twice_and_releases_the_other_stages() -> None:
     found = run_ranks(4, lambda rank: train(rank, 2, 3, torch.float32, "breadth_first", 2))
     for rank, (_, _, _, issued) in enumerate(found):
-        # The last stage goes from forward to backward at once
+        # The backward of the last stage directly follows its forward.
         for block, times in ((rank // 2, 2), (2 + rank // 2, 1)):
             gathers = [each for each in issued if each.startswith(f"gather blocks.{block}")]
             assert len(gathers) == STEPS * times + 1, gathers
             assert (
                 len([each for each in issued if each.startswith(f"reduce blocks.{block}")]) == STEPS
             )
-        assert issued[-1] == "at most 1"  # of two blocks, one to a stage
+        assert issued[-1] == "at most 1"  # one block per stage, two blocks per rank
 
 
 def test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages() -> None:

@@ -1,4 +1,4 @@
-"""Models are cut as they are: what can be cut, what is refused by name, and what a stage holds."""
+"""Unmodified models are partitioned into stages, or refused with the name of the cause."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = torch.randn(2, 5, 15, generator=torch.Generator().manual_seed(1))
 
 
 class Tower(nn.Module):
-    """Blocks between two layers; `between` is what happens between two blocks."""
+    """Blocks between a first and a last layer."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Given(Tower):
 
 
 class Collecting(Tower):
-    """A head over the outputs of all blocks, which need no gradient where `detaches`."""
+    """The mean output of all blocks is added before the head; `detaches` removes its gradient."""
 
     detaches = False
 
@@ -164,7 +164,7 @@ class Returning(Tower):
 
 
 class Statistic(Tower):
-    """Blocks that leave a number without a gradient, which the loss is multiplied by."""
+    """Each block stores a statistic without a gradient; the loss is multiplied by their sum."""
 
     class Inner(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class Auxiliary(Statistic):
 
 
 class Earlier(Tower):
-    """Each block is given the mean of the input of the block before."""
+    """Each block also gets the mean of the previous block's input."""
 
     class Inner(Block):
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Earlier(Tower):
 
 
 class Secret(Tower):
-    """A block that reads what an earlier one has left in a list."""
+    """Blocks that share a list, from which later ones read the outputs of earlier ones."""
 
     class Inner(Block):
         def __init__(self, left: list[Tensor]) -> None:
@@ -227,7 +227,7 @@ class Secret(Tower):
 
 
 class Counted(Tower):
-    """A buffer that the last block writes, and that scales the input of the next forward."""
+    """The last block writes a buffer that scales the input of the next forward."""
 
     class Inner(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class Counted(Tower):
 
 
 class Drawing(Tower):
-    """Each block is given noise that is drawn before the blocks."""
+    """Each block gets noise that is drawn before the blocks."""
 
     def forward(self, x: Tensor) -> Any:
         x, noise = self.first(x), torch.rand(15)
@@ -312,7 +312,7 @@ def test_models_that_are_no_chain_are_refused_by_name(
 
 
 def run_stages(model: nn.Module, stages: int, *args: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients of stages that run one after the other."""
+    """Run the stages one after another and return the loss and the gradients."""
     cut = cut_chain(model, find_chain(model, args), stages)
     own = [take_stages(copy.deepcopy(model), cut, [stage])[0] for stage in range(stages)]
     ends: list[tuple[tuple[Tensor, ...], Any]] = []
@@ -341,7 +341,7 @@ class Tied(Gpt):
 
 
 class Own(Tower):
-    """Blocks with private values, and values that are computed only from the inputs."""
+    """Blocks with private attributes, and arguments that are computed only from the inputs."""
 
     class Inner(Block):
         def __init__(self) -> None:
@@ -438,7 +438,7 @@ def test_embeddings_of_other_stages_cost_one_element() -> None:
     stage.forward(MicroBatch((batch.tokens, batch.targets)), (torch.randn(2, 7, 15),))
     assert seen[0].shape == (2, 7, 15)
     assert seen[0].untyped_storage().nbytes() == 4
-    # Their dtype is that of what is received.
+    # Placeholders have the dtype of the received activations.
     model.to(torch.bfloat16)
     stage.forward(MicroBatch((batch.tokens, batch.targets)), (torch.randn(2, 7, 15).bfloat16(),))
     assert seen[1].dtype is torch.bfloat16

@@ -1,4 +1,4 @@
-"""Which modules become units, and which parameters and buffers stay fp32."""
+"""Test which modules become units and which parameters and buffers stay fp32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """A ResNet's: nothing but a sequence of blocks."""
+    """A sequence of blocks, as in a ResNet."""
 
     def __init__(self, extra: bool = False) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Stage(nn.Module):
 
 
 class Experts(nn.Module):
-    """Attention, and experts in a list, of which a token sees some."""
+    """A module with attention and a list of experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_a_parameter_of_two_units_belongs_to_the_root() -> None:
 
 
 class Tiled(Block):
-    """A block with a tiled layer between what is not."""
+    """A block with a `TiledLinear` and plain layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def test_parameters_declared_as_fp32_stay_fp32(stage: int, under_init: bool) -> 
     moved = engine.module_state_dict()
     assert all(
         not torch.equal(moved[name], weights[name]) for name in DECLARED
-    )  # 16 bits would lose such a step
+    )  # such a step would be lost in 16 bits
 
 
 @pytest.mark.parametrize("name", ["deepseek_zero", "deepspeed"])

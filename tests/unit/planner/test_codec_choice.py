@@ -1,4 +1,4 @@
-"""The choice of codes is a function of numbers: what the link and the codecs take."""
+"""Codecs are chosen by the estimated times of link and codec."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.precision.policy import Policy
 
 INT8, INT4 = Blocks(8, 256), Blocks(4, 128)
-# Elements a second of a core
+# elements per second and core
 RATES = {INT8: CodecRate(INT8, 1.1e9, 2.5e9), INT4: CodecRate(INT4, 1.1e9, 1.1e9)}
 MBIT = 1e6 / 8
 
@@ -48,9 +48,12 @@ def test_slow_links_use_few_bits_and_fast_links_no_compression(
 
 
 def test_the_break_even_is_the_rate_of_equal_times() -> None:
-    """Of a sum over two ranks: 1/2 x 2 bytes, or 1/2 x 0.53125 bytes and an encode and a decode."""
+    """A reduction over two ranks sends 1/2 x 2 bytes, or 1/2 x 0.53125 bytes after encoding.
+
+    The latter also encodes and decodes.
+    """
     codes = 1 / 1.1e9 + 1 / 1.1e9
-    even = (0.9 * 1.0 - 0.53125 / 2) / codes  # bytes a second at which codes take nine tenths
+    even = (0.9 * 1.0 - 0.53125 / 2) / codes  # where codes take 90 % of the time
     assert chosen(even * 0.999).gradients == INT4 and chosen(even * 1.001).gradients != INT4
     assert reduce_traffic(2, 1, 1, 2).seconds(even, RATES[INT4]) == pytest.approx(0.9 * 1.0 / even)
 
@@ -102,8 +105,8 @@ def test_weights_without_automatic_codes_at_stages_1_and_2_are_logged(
     ("stage", "accumulation", "reduce", "gradients"),
     [
         (1, 1, None, 2),
-        (1, 4, None, 4),  # summands are added up in fp32
-        (3, 4, None, 2),  # those of each micro-batch are reduced as they are
+        (1, 4, None, 4),  # partial gradients are accumulated in fp32
+        (3, 4, None, 2),  # each micro-batch is reduced without accumulation
         (3, 1, torch.float32, 4),
         (0, 4, torch.float16, 2),
     ],

@@ -1,4 +1,4 @@
-"""Layouts: every element of every parameter lies in one place, on one rank."""
+"""Layouts assign every element of every parameter to one offset on one rank."""
 
 from __future__ import annotations
 

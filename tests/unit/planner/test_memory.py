@@ -1,4 +1,4 @@
-"""Estimates: the seeds' figures by arithmetic, and the same figures from the plan."""
+"""Memory estimates agree with known formulas and with the plan."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from deepseek_zero.precision.policy import Policy
 
 GB = 10**9
 BF16 = Policy(compute=torch.bfloat16)
-WHOLE = Policy(compute=torch.bfloat16, master="fp32")  # the masters of the seeds' arithmetic
+WHOLE = Policy(compute=torch.bfloat16, master="fp32")  # with fp32 main weights
 
 
 def planned(
     params: int, ranks: int, stage: int, policy: Policy, accumulation: int = 1
 ) -> dict[str, int]:
-    """Bytes of so many parameters by the plan."""
+    """Return the planned bytes by state for a number of parameters."""
     settings = PlanSettings(stage=stage, policy=policy, accumulation=accumulation)
     plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=ranks)
     return total_bytes([GroupPlan.of_size(plan, params, ranks)])
 
 
-# -- the seeds' figures
+# -- known figures
 
 
 def test_seven_billion_parameters_take_112_gb() -> None:
@@ -60,8 +60,7 @@ def test_64_ranks_save_3_82_7_21_and_64_times_because_4_and_8_are_limits() -> No
         for stage in range(4)
     ]
     assert [round(each, 2) for each in saved] == [1.0, 3.82, 7.21, 64.0]
-    # What stays whole, 4 and 2 of 16 bytes, is all that is left when the rest is spread over ever
-    # more ranks.
+    # With very many ranks, only the replicated part remains: 4 or 2 of 16 bytes.
     many = [
         mixed_precision_adam_bytes(params) / mixed_precision_adam_bytes(params, 10**8, stage)
         for stage in (1, 2)
@@ -79,7 +78,7 @@ def test_the_plan_equals_the_arithmetic(stage: int, ranks: int) -> None:
     )
     assert sum(planned(64 * 10**6, ranks, stage, Policy()).values()) == {
         0: 16, 1: 8 + 8 / ranks, 2: 4 + 12 / ranks, 3: 16 / ranks,
-    }[stage] * params  # fp32: the master is the weight, gradients are 4 bytes  # fmt: skip
+    }[stage] * params  # in fp32 weight and main weight are the same  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""A reduction is cut into messages."""
+"""Test how a reduction is split into messages."""
 
 from __future__ import annotations
 

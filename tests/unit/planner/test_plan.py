@@ -1,4 +1,4 @@
-"""A plan is computed, not run: any rank of any world, the same for all of them, in a moment."""
+"""A plan is computed without running the model, for any rank, and is the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lent buffers: counted by playing the schedule through, and constant however deep the model is."""
+"""The size of the buffer pool is simulated from the schedule and does not grow with the depth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCRATCH = (FP32, SUM_TILE_NUMEL.cpu)
 def units_of(
     stage: int, ranks: int, blocks: int = 3, **changes: object
 ) -> tuple[list[UnitPlan], PlanSettings]:
-    """A root of one block of elements per rank, and units of two."""
+    """Return a root unit with one block of elements per rank, and units with two."""
     settings = PlanSettings(stage=stage, **({"window_numel": 0} | changes))  # type: ignore[arg-type]
     plan = plan_for(settings, FP32, trainable=True, persistent=False, ranks=ranks)
     layouts = [

@@ -1,4 +1,4 @@
-"""The schedule: a printed list for small examples, and what window, keep and ahead mean."""
+"""Test the schedule of small examples, and the settings for window, keep and ahead."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def schedule_of(
 def test_without_a_window_each_unit_is_gathered_when_used_and_released_at_once() -> None:
     assert str(schedule_of(window=0)) == (
         "G0 F0 G1 F1 R1 G2 F2 R2 G3 F3 R3 R0 "  # forward
-        # Backward: gradients are reduced (S) before the release
+        # In backward, gradients are reduced (S) before the release.
         "G0 B0 G3 B3 S3 R3 G2 B2 S2 R2 G1 B1 S1 R1 S0 R0"
     )
 
@@ -81,8 +81,8 @@ def test_without_overlap_nothing_is_gathered_ahead() -> None:
 
 
 def test_keep_counts_the_elements_between_forward_and_backward_of_a_unit() -> None:
-    # Unit 3 is used again after the root (2 x 10 elements), unit 2 after the root and unit 3 (2 x
-    # 110).
+    # Before unit 3 is used again, only the root is used (2 x 10 elements). Before unit 2 is used
+    # again, root and unit 3 are used (2 x 110).
     keeps = (-1, 0, 19, 20, 219, 220, 10**9)
     assert [sorted(schedule_of(10**9, keep=keep).kept) for keep in keeps] == [
         [], [0], [0], [0, 3], [0, 3], [0, 2, 3], [0, 1, 2, 3],
@@ -135,7 +135,7 @@ def test_any_schedule_uses_only_what_is_gathered_and_releases_what_it_gathers(se
             assert action.unit in live, f"{action} in {schedule}"
             live -= {action.unit} if action.kind is ActionKind.RELEASE else set()
     assert not live
-    needed = sizes[0] + max(sizes[1:], default=0)  # the root and a block, whatever the window says
+    needed = sizes[0] + max(sizes[1:], default=0)  # the root and one block, for any window
     assert peak_live_numel(schedule, sizes) <= max(window, needed)
 
 
@@ -147,7 +147,7 @@ def test_the_peak_is_the_root_and_one_block_without_a_window_and_the_model_with_
     assert peak_live_numel(schedule_of(window=10**9), SIZES) == 310
 
 
-# -- orders: layerwise, and what is done once a step
+# -- layerwise order, and actions once per step
 
 
 def test_layerwise_a_unit_takes_all_micro_batches_on_one_gather_backward_last_one_first() -> None:
@@ -206,7 +206,7 @@ def test_whole_gradients_are_summed_in_the_backward_that_ends_a_step() -> None:
     assert (schedule.accumulate.reduces, schedule.backward.reduces) == ((), (1, 0))
 
 
-# -- the proof
+# -- the verifier
 
 
 def program(text: str) -> Pass:
@@ -289,7 +289,7 @@ def test_a_sum_that_is_not_in_the_plan_is_refused() -> None:
         verify(replace(sound, inference=program("G0 F0")), all_reduced=(0, 1))
 
 
-# -- units inside units
+# -- nested units
 
 NAMES = ["root", "a", "a.t.0", "a.t.1", "b", "b.t.0", "b.t.1"]
 
@@ -320,7 +320,7 @@ def test_any_schedule_of_nested_units_gathers_a_unit_and_its_enclosing_units(
     while len(names) < draw.randint(2, 12):
         outer = draw.choice(names)
         names.append(f"{outer}.{len(names)}" if outer != "root" else f"{len(names)}")
-    names[1:] = sorted(names[1:])  # as a model declares them: the outer one first
+    names[1:] = sorted(names[1:])  # in order of declaration: outer units first
     around = enclosing(names)
     sizes = [draw.randint(0, 50) for _ in names]
     window, ahead, keep = (draw.choice([0, 10, 60, 150, 10**9]) for _ in range(3))

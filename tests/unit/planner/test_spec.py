@@ -1,4 +1,4 @@
-"""The table of ZeRO for every stage and dtype, and the table of transitions between placements."""
+"""Test ZeRO's placements for each stage and dtype, and the transitions between placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splits along the tensor-parallel axis, as data."""
+"""Test `Split`, which describes how a tensor is split along the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_whole_parameter_is_counted_on_the_first_rank() -> None:
 
 
 def test_uneven_sharing_is_detected() -> None:
-    """Two heads over three ranks: the first two share one."""
+    """With two heads on three ranks, the first two ranks share a head."""
     uneven = Split("split", (8, 3), 0, (((0, 4),), ((0, 4),), ((4, 8),)))
     assert not uneven.shares_evenly(3)
     assert Split("split", (8, 3), 0, (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))).shares_evenly(4)

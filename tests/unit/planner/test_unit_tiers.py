@@ -1,6 +1,4 @@
-"""Places for units: the fastest memory first, weights before states, the first units before the
-last.
-"""
+"""Units are placed in the fastest memory first: weights before states, in order of units."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ def test_with_enough_memory_everything_is_on_the_device() -> None:
 
 def test_weights_precede_the_states_of_the_first_units() -> None:
     weights = sum(weight_bytes(number) for number in range(len(units()[DEVICE])))
-    first = weight_bytes(0) // 2 * (2 + 2 + 8)  # gradient, the lower half of the master, moments
+    first = weight_bytes(0) // 2 * (2 + 2 + 8)  # gradient, lower half of the main weight, moments
     rests = assign_tiers(
         units(), TierChoices(ALL, ALL), {DEVICE: weights + first, HOST: 0, NVME: PLENTY}, 2
     )

@@ -1,4 +1,4 @@
-"""What a rank updates, and in which portions; bytes of moments and scratch to the byte."""
+"""Test the tiles of an update on each rank, and the exact bytes of moments and scratch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def update_of(
 
 
 class Tensors(torch.nn.Module):
-    """One lone tensor of so many elements."""
+    """A module with one tensor of `numel` elements."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def bytes_of(numel: int, ranks: int, rank: int, stage: int) -> dict[str, int]:
 
 
 def test_padding_is_held_of_weights_and_gradients_and_not_of_moments() -> None:
-    # 1,500 elements, padded to 2 x 1,024: rank 0 owns 1,024 elements, rank 1 the other 476
+    # 1,500 elements are padded to 2 x 1,024; rank 0 owns 1,024 and rank 1 owns 476.
     found = [bytes_of(1500, 2, rank, 3) for rank in range(2)]
     buffers = found[0].pop("buffers")
     assert found[0] == {
@@ -86,7 +86,7 @@ def test_a_replicated_main_weight_is_cut_at_slice_boundaries_and_each_shard_has_
 
 
 def units_of(sizes: list[int], policy: Policy) -> list[UnitPlan]:
-    """Units of one tensor each, on one rank."""
+    """Return units of one tensor each on one rank."""
     plan = plan_for(
         PlanSettings(stage=0, policy=policy),
         torch.float32,
@@ -116,15 +116,15 @@ def test_scratch_has_the_size_of_the_largest_tile_and_exists_only_for_casts_and_
     assert scratch_of(sizes, 700, scales=True) == 4 * 700
     assert scratch_of(sizes, 1000) == 0
     joined = scratch_of(sizes, 1000, BF16, scales=True)
-    assert joined == 4 * (900 + 900 + 900 + 1)  # gradients, masters, what joining needs, one NaN
+    assert joined == 4 * (900 + 900 + 900 + 1)  # gradients, main weights, scratch, one NaN
     assert scratch_of(sizes, 1000, BF16) == joined, "bf16 gradients are cast in any case"
 
 
 def tiles_beside(device: torch.device, tiers: tuple[Tier, ...], policy: Policy) -> UpdatePlan:
-    """Return the update of a tensor of 10,000 elements per tier, in tiles of 8,192 on the device
-    and 1,024 on the host.
+    """Return the update plan of one tensor of 10,000 elements per tier.
 
-    tiers: of the states of each tensor.
+    Tiles have 8,192 elements on the device and 1,024 on the host. tiers: the tier of each tensor's
+    states.
     """
     units = []
     for number, tier in enumerate(tiers):
@@ -179,7 +179,7 @@ def test_deferred_updates_have_separate_tiles(by_unit: bool) -> None:
     assert not waits.now and list(waits.later) == (list(range(len(units))) if by_unit else [-1])
     for update in (
         UpdateSettings("AdamW", groups, can_defer=False, on_accelerator=True),
-        UpdateSettings("AdamW", groups),  # a CPU has nothing to transfer
+        UpdateSettings("AdamW", groups),  # a CPU transfers nothing
     ):
         at_once = plan_update(units, update, 0).order
         assert at_once.now and not at_once.later
@@ -214,5 +214,6 @@ def test_a_kernel_gets_larger_tiles_of_states_in_memory(
     )
     tiles = plan_update(small, update, 0).order.tiles
     assert max(shard.numel for tile in tiles for _, shard in tile) == most
-    # Small shards are joined as far as without a kernel: a tile is what waits for its copies
+    # Small shards are joined only up to tile_numel, as without a kernel: a tile waits for its
+    # copies.
     assert [len(tile) for tile in tiles[-2:]] == [1, 1]
