@@ -1,4 +1,4 @@
-"""scripts/test runs failed tests again, without others, in a project of one test file."""
+"""scripts/test runs failed tests again on their own; tested in a project with one test file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`move` between ranks: every transition, message by message, with the one order of sums."""
+"""`move` performs every transition between placements and sums in rank order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layout_over(ranks: int) -> FlatLayout:
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """What a rank holds: numbers whose sum depends on the order they are added in."""
+    """Return values whose sum depends on the order of summation."""
     generator = torch.Generator().manual_seed(100 + rank)
     return (torch.randn(numel, generator=generator) * 10.0 ** (3 * rank - 3)).to(dtype)
 
@@ -36,7 +36,7 @@ def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 def plain_sum(
     parts: Sequence[Tensor], divisor: float, dtype: torch.dtype, onto: Tensor | None = None
 ) -> Tensor:
-    """The contract's sum in plain words."""
+    """Sum in fp32 in rank order, then divide and cast."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -51,7 +51,7 @@ def context(rank: Rank, bucket_numel: int = 1 << 40, divisor: float = 1.0) -> Co
 def buffer(
     layout: FlatLayout, placement: Placement, dtype: torch.dtype, whole: Tensor, rank: int
 ) -> FlatBuffer:
-    """Memory of one placement that holds its part of these values."""
+    """Return a buffer with this rank's part of the values."""
     spec = Spec(placement, dtype)
     held = whole[slice(*layout.bounds(rank))] if placement is S else whole
     return FlatBuffer(layout, spec, held.to(dtype).clone())
@@ -64,7 +64,7 @@ def moved(
     divisor: float,
     add: bool,
 ) -> Tensor:
-    """What a target holds after a move; checks that everything that was lent is back."""
+    """Return the target after a move, and check that all pool buffers were returned."""
     layout = layout_over(rank.size)
     ctx = context(rank, 1024 * rank.size, divisor)
     source = buffer(

@@ -1,5 +1,6 @@
-"""Runs whose matrices travel as codes, through engines whose ranks are threads: the bits of one
-process that rounds the same tensors, bytes by the formulas, other numbers of ranks, other axes.
+"""Engines that send quantized matrices have the bits of one process that rounds the same tensors.
+
+Ranks are threads. Also covered: sent bytes, resuming on another number of ranks, and replicas.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from tests.reference import OPTIMIZERS, Reference, TwoLevels
 from tests.training import offload
 
 STEPS = 3
-TOLERANCE = 0.3  # of what two steps of SGD along gradients of 4 bits change
+TOLERANCE = 0.3  # times the change in two steps of SGD with 4-bit gradients
 INT4 = {"zero_quantized_gradients": True, "compression": {"min_numel": 0}}
 
 
 def configured(
     stage: int, dtype: str = "bf16", accumulation: int = 1, **zero: Any
 ) -> dict[str, Any]:
-    """The configuration of a run.  zero: keys of zero_optimization."""
+    """Return the configuration of a run.
+
+    zero: keys of zero_optimization.
+    """
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -54,7 +58,7 @@ def configured(
 def start(
     here: Here, rank: Rank, config: dict[str, Any], model: nn.Module | None = None, **request: Any
 ) -> Any:
-    """The engine of one rank; AdamW where the configuration names no optimizer."""
+    """Return the engine of one rank, with AdamW if the configuration has no optimizer."""
     model = seeded() if model is None else model
     if "optimizer" not in config:
         trained = [each for each in model.parameters() if each.requires_grad]
@@ -63,7 +67,7 @@ def start(
 
 
 def train_step(engine: Any, rank: Rank, step: int) -> list[Tensor]:
-    """One step on this rank's micro-batches; their losses."""
+    """Run one step on this rank's micro-batches and return their losses."""
     losses = []
     for micro in range(engine.runtime.settings.accumulation):
         batch = batch_of(step, micro, rank.index)
@@ -76,9 +80,15 @@ def train_step(engine: Any, rank: Rank, step: int) -> list[Tensor]:
 
 @dataclass
 class Trained:
-    """What one rank saw in its steps.  scales: of losses.  reduced: bytes of summands that it sent;
-    padded: elements of
-    all flat buffers.  flats: where coded matrices lie.
+    """The results of one rank.
+
+    scales: loss scales.
+
+    reduced: sent bytes of gradients.
+
+    padded: number of elements of all flat buffers.
+
+    flats: where the flat buffers contain quantized matrices.
     """
 
     losses: list[list[Tensor]] = field(default_factory=list)
@@ -98,7 +108,10 @@ def train(
     poisoned: int = -1,
     **request: Any,
 ) -> Trained:
-    """Some steps of one rank; poisoned: the step in which the last rank's loss is infinite."""
+    """Train one rank.
+
+    poisoned: the step in which the last rank's loss is infinite.
+    """
     engine, found = start(here, rank, config, model, **request), Trained()
     engine.runtime.comm.meter.reset()
     for step in range(STEPS):
@@ -122,8 +135,9 @@ def train(
 
 
 class Scaled(Reference):
-    """The reference with a loss scale that is a power of two, and one micro-batch whose loss is
-    infinite; a step whose sums are not finite is none.
+    """The reference with a loss scale that is a power of two.
+
+    The loss of the micro-batch `poison` is infinite. A step with non-finite gradients is skipped.
     """
 
     scale, poison = 1.0, None
@@ -154,7 +168,7 @@ class ScaledRounding(Rounding, Scaled):
 
 
 def assert_follows(found: Sequence[Trained], reference: Any, poisoned: int = -1) -> None:
-    """Every rank has the reference's losses and weights in each step."""
+    """Check that every rank has the losses and weights of the reference in each step."""
     for step in range(STEPS):
         micros = range(reference.accumulation)
         everyone = [[batch_of(step, micro, rank) for micro in micros] for rank in range(len(found))]
@@ -176,7 +190,7 @@ def oracle(
     codes: Any,
     kind: Any = Rounding,
 ) -> Any:
-    """The reference of a run whose weights and gradients are coded so, weights at stage 3 alone."""
+    """Return the reference with the same quantization; weights are quantized only at stage 3."""
     assert bool(found[0].flats) is (codes != (None, None))
     stage = config["zero_optimization"]["stage"]
     trained = [number for number, each in enumerate(model.parameters()) if each.requires_grad]
@@ -250,7 +264,7 @@ def weights_of(engine: Any) -> dict[str, Tensor]:
 
 
 ONE_BIT = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 2}}}
-STATES = {  # what a run keeps beside weights, masters and moments
+STATES = {  # states other than weights, main weights and moments
     "errors": configured(
         2, **{**INT4, "compression": {"min_numel": 0, "gradients": {"error_feedback": "bf16"}}}
     ),
@@ -306,12 +320,12 @@ def test_a_run_of_4_ranks_resumes_on_2(
     )
 
 
-# -- bytes, by the formulas: P padded elements, f = (N - 1) / N, F = (M - 1) / M, w and r bytes of
-# an element as codes
+# -- sent bytes: P padded elements, f = (N - 1) / N, F = (M - 1) / M, w and r bytes per encoded
+# element
 
 
 class Square(nn.Sequential):
-    """Matrices alone, all of whose elements are coded and none is padding."""
+    """Two matrices without padding, of which all elements are encoded."""
 
     numel = 2 * 128 * 128
 
@@ -320,8 +334,9 @@ class Square(nn.Sequential):
 
 
 def bytes_of_a_step(ranks: int, hosts: int, config: dict[str, Any]) -> tuple[int, int]:
-    """What the first rank sends in a step, and what all ranks of its host send to other hosts, rows
-    aside.
+    """Return the bytes that the first rank sends in a step and its host sends to other hosts.
+
+    The bytes of `all_gather_rows` are excluded.
     """
 
     def step(rank: Rank) -> tuple[int, int]:
@@ -347,7 +362,7 @@ def bytes_of_a_step(ranks: int, hosts: int, config: dict[str, Any]) -> tuple[int
 
 W, R, DIFFERENCE = 1 + 4 / 256, 0.5 + 4 / 128, 0.5 + 4 / 512
 BOTH = {"zero_quantized_weights": True, **INT4}
-KEPT = {"stage3_max_live_parameters": 10**9}  # gathered once, for forward and backward
+KEPT = {"stage3_max_live_parameters": 10**9}  # gathered once for forward and backward
 BLOCKS_OF_512 = {
     "compression": {"min_numel": 0, "weights": {"bits": 4, "block": 512}, "gradients": {"bits": 4}}
 }
@@ -391,7 +406,7 @@ def test_by_host_two_hosts_of_four_send_each_other_a_quarter_of_what_flat_sums_s
 
 @dataclass
 class Casting(Reference):
-    """The reference whose ranks' summands are rounded to a dtype on their way."""
+    """The reference in which each rank's gradients are cast to a dtype before the reduction."""
 
     travels: torch.dtype = torch.float32
     scale, poison = 1.0, None
@@ -435,14 +450,12 @@ def test_summands_that_are_sent_in_another_dtype_are_rounded_once(
         assert found[0].reduced == found[0].padded / ranks * (ranks - 1) * sent.itemsize * times
 
 
-# -- other axes
+# -- meshes with replicas
 
 
 @dataclass
 class RoundingLevels(Rounding, TwoLevels):
-    """The reference that rounds what travels among the ranks that share slices, and nothing between
-    replicas.
-    """
+    """The reference that rounds messages within a shard group but not between replicas."""
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""The order of gathers and reductions, whatever the model does: every rank issues the same, and no
-gradient is lost.
+"""All ranks issue gathers and reductions in the same order, and no gradient is lost.
 
-The model takes a route through its blocks, which may differ from rank to rank: blocks left out, in
-another order, twice, recomputed, or no forward at all.
+The order of the blocks may differ between ranks: blocks are skipped, reordered, repeated or
+recomputed, or a rank runs no forward.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tests.in_process import Deadlock, Rank, World, optimizer_over, run_ranks, s
 from tests.reference import OPTIMIZERS
 
 BLOCKS, WIDTH, STEPS = 5, 19, 3
-WIDE = 100  # a rank's slice of a block is several messages
+WIDE = 100  # a rank's slice of a block has several messages
 Route = Sequence[int] | None
 STRAIGHT = tuple(range(BLOCKS))
 GATHERS, REDUCES = "engine 0/gather", "engine 0/reduce"
@@ -41,8 +40,9 @@ class Block(nn.Module):
 
 
 class Routed(nn.Module):
-    """Blocks that a forward goes through in the order it is told.  recomputes: each in a reentrant
-    checkpoint.
+    """A model whose forward gets the order of its blocks.
+
+    recomputes: run each block in a reentrant checkpoint.
     """
 
     def __init__(self, width: int = WIDTH) -> None:
@@ -81,17 +81,16 @@ def start(
 
 
 def assert_at_rest(runtime: Runtime) -> None:
-    """Between backward and step: every unit is put to rest, and everything that was lent is
-    back.
-    """
+    """Check that every unit is sharded and every pool buffer is returned after backward."""
     assert all(unit.state is UnitState.SHARDED for unit in runtime.units)
     pool = runtime.comm_ctx.pool
     assert sum(each.nbytes for each in pool.idle()) == pool.allocated_bytes
 
 
 def reduce_late(runtime: Runtime) -> set[str]:
-    """As a step does: have what came after its sum reduced; names of the parameters that are of
-    several sums.
+    """Reduce late gradients, as a step does.
+
+    Returns the names of the parameters whose gradients come from several reductions.
     """
     runtime.backward.before_step()
     mine = torch.tensor(
@@ -104,7 +103,7 @@ def reduce_late(runtime: Runtime) -> set[str]:
 
 
 def assert_equal(found: Tensor, expected: Tensor, what: str, *, exact: bool) -> None:
-    """exact: bit by bit; else but for the order of the sum."""
+    """Compare bitwise if `exact`, otherwise up to the order of summation."""
     close = 0.0 if exact else 1e-6 * float(expected.abs().max())
     torch.testing.assert_close(
         found, expected, rtol=0.0, atol=close, msg=lambda text: f"{what}: {text}"
@@ -112,7 +111,7 @@ def assert_equal(found: Tensor, expected: Tensor, what: str, *, exact: bool) -> 
 
 
 def plain_gradients(routes: Sequence[Route], step: int, width: int = WIDTH) -> dict[str, Tensor]:
-    """Ranks ascending, in fp32, divided once."""
+    """Return the mean gradients: summed in rank order in fp32, then divided once."""
     found = []
     for rank, route in enumerate(routes):
         model = Routed(width)
@@ -204,8 +203,9 @@ STRAYS: dict[str, tuple[Route, ...]] = {
 def test_second_hops_are_issued_in_one_order_on_ranks_with_different_routes(
     routes: Sequence[Route], settings: dict[str, Any], seed: int | None
 ) -> None:
-    """Each lane of each group of two hosts of two ranks; who waits for anything issues them, or all
-    would wait.
+    """The second hop is issued by whichever wait comes first, since ranks would deadlock otherwise.
+
+    Two hosts have two ranks each; every lane of both groups is compared.
     """
     lanes = [
         f"engine 0 {group}/{lane}" for group in ("near", "across") for lane in ("gather", "reduce")
@@ -254,7 +254,7 @@ def test_between_hosts_a_units_messages_are_all_issued_before_the_next_units(
     assert all(each == found[0] for each in found), "one order"
     units = [name for name, _ in groupby(found[0])]
     assert len(found[0]) > 3 * len(units), "several messages each"
-    if routes == ROUTES["straight"]:  # else some gradients come late
+    if routes == ROUTES["straight"]:  # otherwise, some gradients are reduced late
         assert len(units) == STEPS * (BLOCKS + 1)
 
 
@@ -287,9 +287,7 @@ def test_issued_collectives_equal_the_schedule_after_the_order_is_known(
 
 @pytest.mark.parametrize("stage", range(4))
 def test_with_replicas_and_accumulation_issued_collectives_equal_the_schedule(stage: int) -> None:
-    """Sums of whole gradients wait for the backward that ends a step, and so does A, at every
-    stage.
-    """
+    """Unsharded gradients are reduced, and replicas all-reduce (A), after the last backward."""
     micro_batches, mesh = 3, Mesh(dp_replicate=2, dp_shard=2)
     lanes = {
         ActionKind.GATHER: "engine 0 dp_shard/gather",
@@ -365,7 +363,7 @@ def test_a_gradient_that_arrives_after_its_sum_is_reduced_before_the_step(
 ) -> None:
     """A block in two reentrant checkpoints of one forward gets two gradients."""
     routes = [(0, 1, 1, 2) if rank in late_ranks else (0, 1, 2) for rank in range(3)]
-    # One rank alone must gather nothing twice
+    # Persistent weights avoid a second gather that only one rank would issue.
     settings = {"persistence_numel": 10_000} if stage == 3 else {}
 
     def body(rank: Rank) -> dict[str, Tensor]:
@@ -388,9 +386,7 @@ def test_a_gradient_that_arrives_after_its_sum_is_reduced_before_the_step(
 
 @pytest.mark.parametrize("strays", ["asks for a state dict", "uses a released block again"])
 def test_a_rank_that_deviates_from_the_program_is_named(strays: str) -> None:
-    """It gathers what the others do not: nobody gets wrong bytes, and the two collectives are
-    named.
-    """
+    """One rank issues an extra gather: all ranks fail with an error that names both collectives."""
 
     def body(rank: Rank) -> None:
         model, _ = start(rank, window_numel=0, ahead_numel=0)

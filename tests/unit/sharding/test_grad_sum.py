@@ -1,4 +1,4 @@
-"""The states of a gradient sum: the transitions of its table, from collection to release."""
+"""Test the states of a gradient sum and the transitions between them."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
             gradient.hold()
         pending.wait()
         assert gradient.sum.state is GradState.REDUCED
-        bring(group)  # a second backward: it takes the sum's place, or is collected beside it
+        bring(group)  # a second backward replaces the sum or accumulates into another buffer
         assert gradient.sum.state is (
             GradState.COLLECTING if group.plan.grad.placement is P else GradState.REDUCED
         )
         gradient.reduce("it").wait()
         assert_twos(gradient, size)
         gradient.hold()
-        gradient.discard()  # which all gradients are after a step
+        gradient.discard()  # as for all gradients after a step
         assert gradient.sum.state is GradState.HELD
         assert gradient.sum.is_full
         assert not gradient.sum.is_reduced
@@ -103,7 +103,7 @@ def test_with_replicas_a_sum_is_partial_until_their_sum(stage: int) -> None:
         runtime.root.unshard()
         runtime.root.wait_for_unshard()
         gradient = group.gradient
-        for _ in range(2):  # the second comes after the replicas have met: their sum is set aside
+        for _ in range(2):  # the second reduction follows the all-reduce of the first
             bring(group)
             gradient.reduce("it").wait()
             assert gradient.sum.state is GradState.PARTIAL
@@ -144,14 +144,14 @@ def test_an_update_that_is_deferred_without_a_gradient_changes_nothing() -> None
 
 
 def bring(group: ParamGroup) -> None:
-    """A backward that finds a gradient of ones."""
+    """Run a backward with gradients of ones."""
     for member in group.members:
         member.param.grad = torch.ones(member.slot.shape)
         group.gradient.summand.collect(member.param)
 
 
 def assert_twos(gradient: Gradient, size: int) -> None:
-    """Two backwards of `size` ranks, of ones each, were added up."""
+    """Check that the sum is that of two backwards of `size` ranks with gradients of ones."""
     values = gradient.sum.reduced()
     assert values is not None
     assert set(values.unique().tolist()) <= {0.0, 2.0 * size}  # 0: padding

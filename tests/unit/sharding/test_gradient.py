@@ -1,4 +1,4 @@
-"""A gradient between ranks: empty, collecting, reduced, added to, absent, edited, forgotten."""
+"""Gradients of a parameter group: collected, reduced, accumulated, missing, edited, discarded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ on_precisions = pytest.mark.parametrize("policy", [Policy(), BF16], ids=["fp32",
 
 
 def summand(rank: int, backward: int, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What one rank's backward finds; the order of a sum of these can be seen in its bits."""
+    """Return the gradient of one rank's backward.
+
+    The order of a sum of these changes its bits.
+    """
     generator = torch.Generator().manual_seed(
         1000 * rank + 10 * backward + list(SHAPES).index(name)
     )
@@ -34,7 +37,7 @@ def summand(rank: int, backward: int, name: str, dtype: torch.dtype = torch.floa
 
 
 def plain_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Ranks ascending, partial sums in fp32, rounded once."""
+    """Sum in fp32 in rank order and round once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -42,7 +45,7 @@ def plain_sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def built(rank: Rank, stage: int, policy: Policy | None = None, **settings: Any) -> ParamGroup:
-    """A group in use, whose gradient is empty."""
+    """Return a gathered group without a gradient."""
     group = build_one(rank, Odd(), stage=stage, policy=policy or Policy(), **settings)
     group.gather("it").wait()
     group.point_to_unsharded()
@@ -52,7 +55,7 @@ def built(rank: Rank, stage: int, policy: Policy | None = None, **settings: Any)
 def bring(
     group: ParamGroup, rank: Rank, backward: int, names: Sequence[str] = tuple(SHAPES)
 ) -> None:
-    """A backward of this rank that finds gradients of these parameters."""
+    """Run a backward of this rank with gradients of these parameters."""
     for member in group.members:
         if member.name in names:
             member.param.grad = summand(rank.index, backward, member.name, group.plan.weight.dtype)
@@ -61,7 +64,7 @@ def bring(
 
 
 def whole(group: ParamGroup) -> dict[str, Tensor]:
-    """The reduced gradient, whole, as programs see it."""
+    """Return the whole reduced gradient as a program reads it."""
     group.grad_view.show()
     return {
         member.name: member.param.grad.full_tensor().clone()
@@ -75,7 +78,7 @@ def same(found: dict[str, Tensor], expected: Callable[[str], Tensor]) -> bool:
 
 
 def everywhere(size: int, body: Callable[[Rank], Any]) -> None:
-    """Run on ranks that take turns in order, in another order, and reading each other's memory."""
+    """Run with ranks in order, in another order, and with reads from each other's memory."""
     run_ranks(size, body)
     run_ranks(size, body, seed=1)
     run_ranks(size, body, seed=2, reads_in_place=True)
@@ -174,7 +177,7 @@ def test_backwards_before_a_reduction_add_up_on_each_rank(
 @on_ranks
 @on_stages
 def test_a_sum_after_a_sum_is_added_to_it(stage: int, size: int) -> None:
-    """Sharded gradients do so in every backward; partial ones where nobody announced the second."""
+    """Sharded gradients are added in every backward, partial ones after a reduction."""
 
     def body(rank: Rank) -> None:
         group = built(rank, stage)
@@ -197,7 +200,7 @@ def test_a_sum_after_a_sum_is_added_to_it(stage: int, size: int) -> None:
 @on_ranks
 @on_stages
 def test_a_gradient_that_arrives_during_a_reduction_is_not_lost(stage: int, size: int) -> None:
-    """A late one: it is reduced a second time."""
+    """A late gradient is reduced separately."""
 
     def body(rank: Rank) -> None:
         group = built(rank, stage)
@@ -329,7 +332,7 @@ def test_a_discarded_gradient_keeps_its_memory_but_no_values(stage: int, size: i
         pool = group.comm_ctx.pool
         for step in range(3):
             bring(group, rank, step)
-            if step == 1:  # between its backward and its sum
+            if step == 1:  # between backward and reduction
                 group.gradient.discard()
                 bring(group, rank, step)
             group.gradient.reduce("it").wait()

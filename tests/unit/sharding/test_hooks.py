@@ -1,4 +1,4 @@
-"""Hooks hold their owner weakly and are not copied."""
+"""Hooks refer to their owner weakly and are not copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A master's values are read and written alike, however they are kept."""
+"""Main weights are read and written in the same manner in every storage format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.main_weight import MasterWeight
 from deepseek_zero.sharding.split_main_weight import SplitMasterWeight
 
-LAYOUT = even_layout(["a", "b", "c"], [(700,), (900,), (300, 2)], 2)  # b lies on both ranks
+LAYOUT = even_layout(["a", "b", "c"], [(700,), (900,), (300, 2)], 2)  # both ranks have a part of b
 RANK = 1
 
 

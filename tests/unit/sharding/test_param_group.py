@@ -1,6 +1,4 @@
-"""A parameter group between ranks: built from rank 0's values, gathered, put to rest, changed and
-laid out anew.
-"""
+"""Parameter groups are built from rank 0's values, gathered, resharded, changed and rebuilt."""
 
 from __future__ import annotations
 
@@ -29,17 +27,17 @@ on_ranks = pytest.mark.parametrize("size", SIZES)
 
 
 def built(rank: Rank, stage: int, policy: Policy | None = None) -> ParamGroup:
-    """The one group of a model whose values differ between ranks."""
+    """Return the only parameter group of a model whose initial values differ between ranks."""
     return build_one(rank, Odd(seed=rank.index), stage=stage, policy=policy or Policy())
 
 
 def shown(group: ParamGroup) -> dict[str, Tensor]:
-    """What the parameters show now."""
+    """Return the current values of the parameters."""
     return {member.name: member.param.detach().clone() for member in group.members}
 
 
 def gathered(group: ParamGroup) -> dict[str, Tensor]:
-    """All values; the group is as before."""
+    """Gather and return all values, then reshard."""
     group.gather("it").wait()
     group.point_to_unsharded()
     found = shown(group)
@@ -48,7 +46,7 @@ def gathered(group: ParamGroup) -> dict[str, Tensor]:
 
 
 def masters(group: ParamGroup) -> Tensor:
-    """The masters of all ranks, whole and fp32."""
+    """Return the whole main weights of all ranks in fp32."""
     source = group.master.values()
     full = FlatBuffer.empty(group.layout, type(source.spec)(R, source.spec.dtype), CPU)
     move(source, full, group.comm_ctx, "masters").wait()
@@ -66,16 +64,14 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def everywhere(size: int, body: Callable[[Rank], Any]) -> None:
-    """Run on ranks that take turns in order, in other orders, and reading each other's memory."""
+    """Run with ranks in order, in other orders, and with reads from each other's memory."""
     run_ranks(size, body)
     run_ranks(size, body, seed=1)
     run_ranks(size, body, seed=2, reads_in_place=True)
 
 
 def of_slots(group: ParamGroup, whole: Tensor) -> Tensor:
-    """Return the elements of a whole flat buffer that belong to parameters, one parameter behind
-    the other.
-    """
+    """Return the elements of a whole flat buffer without padding, in order of parameters."""
     return torch.cat([whole[slot.start : slot.stop] for slot in group.layout.slots])
 
 
@@ -108,7 +104,7 @@ def test_a_gather_makes_the_weights_available_and_a_release_removes_them(size: i
             assert all(type(param) is ShardedParameter for param in params)
             assert group.unsharded is None
             pending = group.gather("it")
-            group.gather("it").wait()  # what is gathered is not gathered again
+            group.gather("it").wait()  # a gathered group is not gathered again
             pending.wait()
             group.point_to_unsharded()
             assert all(type(param) is nn.Parameter for param in params)
@@ -145,7 +141,7 @@ def test_a_released_buffer_is_reused_unless_a_view_of_it_exists() -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("policy", [Policy(), BF16], ids=["fp32", "bf16"])
 def test_new_whole_values_reach_weight_and_master(policy: Policy, stage: int, size: int) -> None:
-    """An unchanged element keeps the bits of its master, a changed one takes the new value."""
+    """An unchanged element keeps its main weight, a changed one takes the new value."""
 
     def body(rank: Rank) -> None:
         group = built(rank, stage, policy)

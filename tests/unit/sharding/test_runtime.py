@@ -1,6 +1,4 @@
-"""A small model trained on ranks of one process has the bits of a run without sharding, at every
-stage.
-"""
+"""A small model on ranks in one process has the bits of unsharded training at every stage."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ on_stages = pytest.mark.parametrize("stage", range(4))
 
 @dataclass
 class Trained:
-    """What one rank has after its steps."""
+    """The results of one rank."""
 
     losses: list[list[Tensor]]
     norms: list[float]
@@ -87,7 +85,10 @@ def assert_same_bits(found: list[Trained], reference: Reference) -> None:
 def reference_of(
     size: int, stage: int, dtype: torch.dtype, accumulation: int, shard: int = 0
 ) -> Reference:
-    """shard: ranks of one group of a mesh with replicas; 0: there are none."""
+    """Return the reference.
+
+    shard: size of a shard group in a mesh with replicas, or 0 without replicas.
+    """
     given = (
         small(),
         size,
@@ -166,7 +167,7 @@ def test_gradients_that_are_reduced_once_a_step_are_added_up_first(
 def test_pinned_units_run_forwards_and_backwards_in_any_order_with_one_gather(
     stage: int, size: int
 ) -> None:
-    """As a pipeline's stage has them: F0 F1 B0 F2 B1 B2."""
+    """A stage of a pipeline has such an order: F0 F1 B0 F2 B1 B2."""
 
     def body(rank: Rank) -> Trained:
         model = small()
@@ -219,9 +220,7 @@ def test_pinned_units_run_forwards_and_backwards_in_any_order_with_one_gather(
 def test_replicas_add_up_in_two_levels(
     stage: int, replicas: int, shard: int, accumulation: int
 ) -> None:
-    """Hybrid sharding: slices within a group, the same slices in every group, one outer sum a
-    step.
-    """
+    """Hybrid sharding: one reduction within a shard group, and one between replicas per step."""
     mesh, size = Mesh(dp_replicate=replicas, dp_shard=shard), replicas * shard
     found = run_ranks(
         size, lambda rank: train(rank, stage, torch.float32, accumulation, mesh), seed=stage
@@ -256,7 +255,7 @@ def test_a_gradient_is_not_changed_while_each_replica_has_its_own_sum(stage: int
             if micro == 0:
                 with pytest.raises(UsageError, match="between the micro-batches"):
                     param.grad.mul_(2)
-        param.grad.mul_(2)  # the sum is everybody's now
+        param.grad.mul_(2)  # all replicas have the same sum now
 
     run_ranks(4, step)
 
@@ -268,7 +267,7 @@ def interrupt(*_: Any) -> None:
 def train_after_an_interrupt(
     rank: Rank, stage: int, place: str, *, is_recorded: bool
 ) -> tuple[float, Any]:
-    """The gradient norm of one step, and the saved-tensor hooks that are in force after it."""
+    """Return the gradient norm of one step and the saved-tensor hooks that are active after it."""
     model = small()
     runtime = sharded(rank, model, stage=stage, accumulation=2)
     optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])

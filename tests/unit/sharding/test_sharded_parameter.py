@@ -1,4 +1,4 @@
-"""Errors of operations on a parameter at rest give advice for that operation."""
+"""Invalid operations on a sharded parameter raise errors with advice for that operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a step: what is between steps, and what a backward that an exception ended is."""
+"""Test the state of a step: between steps, in backward, and after an exception in backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_model_is_between_steps_until_a_forward_or_backward_is_counted() -> No
 def test_a_backward_is_active_only_while_autograd_runs_one() -> None:
     step = StepState()
     step.enter(Phase.BACKWARD)
-    assert not step.is_in_backward  # an exception has ended it
+    assert not step.is_in_backward  # autograd is not running, as after an exception
     seen = []
     leaf = torch.ones(2, requires_grad=True)
     output = leaf * 2

@@ -1,4 +1,4 @@
-"""The states of a unit, and the transitions that its table allows."""
+"""Test the states of a unit and the allowed transitions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Hosts made of namespaces: what they share and what they do not, faults of their links, and that
-nothing is left.
-"""
+"""Simulated hosts in Linux namespaces: isolation, link faults and cleanup."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import pytest
 from tests import hosts as module
 from tests.hosts import Host, hosts
 
-# Writes to a host, or sends back what comes.
+# Sends to a host and prints its answers.
 SEND = """
 import socket, sys
 connection = socket.create_connection((sys.argv[1], 7000), timeout=60)
@@ -36,7 +34,7 @@ while data := connection.recv(1 << 16):
 """
 
 
-# Answers a line by how many of its bytes are no "x".
+# Answers each message with the number of its bytes that are not "x".
 COUNT = """
 import socket, sys
 server = socket.create_server((sys.argv[1], 7000))
@@ -60,7 +58,7 @@ def output(host: Host, *command: str) -> str:
 
 
 def listening(host: Host, program: str) -> subprocess.Popen[str]:
-    """A program of that host's that listens there."""
+    """Start a program on the host and wait until it listens."""
     process = host.run(python(program, host.name))
     assert process.stdout is not None and process.stdout.readline() == "listens\n"
     return process
@@ -105,7 +103,7 @@ def test_a_cut_is_silent_and_can_be_healed() -> None:
         assert send.poll() is None and echo.poll() is None
         assert (
             h1.received_bytes() < received + 500
-        )  # nothing of this: a packet of the kernel's was still on its way
+        )  # none of the message; a packet of the kernel may still arrive
         h1.heal()
         assert send.stdout.readline() == "b'!'\n"
 
@@ -117,7 +115,7 @@ def test_a_bandwidth_limit_applies_in_both_directions() -> None:
         assert send.communicate("x" * 2_500_000 + "\n", timeout=60)[0] == "b'!'\n"
         assert (
             0.18 < time.monotonic() - began < 10.0
-        )  # 0.2 s less a burst, and a start of Python on a busy machine
+        )  # 0.2 s minus a burst, plus the start of Python on a busy machine
         h0.limit(None)
         h0.limit("1gbit")
 

@@ -1,6 +1,4 @@
-"""The world in one process: ranks take turns, a run repeats, and what waits in vain is named at
-once.
-"""
+"""Ranks in one process run one at a time, in a reproducible order; deadlocks are detected."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def test_one_rank_runs_at_a_time_and_the_order_repeats(seed: int | None) -> None
         def body(rank: Rank) -> None:
             for step in range(4):
                 running.append(rank.index)
-                time.sleep(0.001)  # the interpreter would switch here
+                time.sleep(0.001)  # gives other threads a chance to run
                 assert running == [rank.index]
                 running.pop()
                 found.append(rank.index)
@@ -156,7 +154,7 @@ def test_receive_buffers_are_nan_until_the_wait() -> None:
         pending = rank.comm.all_gather(full, "gather", "g")
         assert full.chunk(rank.size)[1 - rank.index].isnan().all()
         if rank.index == 0:
-            full[0] = 9.0  # it belongs to the transport: a mistake, which every rank sees
+            full[0] = 9.0  # an error of the program: the buffer belongs to the transport
         pending.wait()
         return full.tolist()
 
@@ -179,7 +177,7 @@ def test_a_buffer_that_others_read_in_place_is_waited_for_before_it_is_written()
 
 
 def test_waiting_ranks_find_evidence_after_some_time() -> None:
-    """The library's own: a rank that raised, and one that is in another collective."""
+    """The library detects a rank that raised or is in another collective."""
 
     def strays(rank: Rank) -> None:
         rank.comm.barrier("left" if rank.index else "right")

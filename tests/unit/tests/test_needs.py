@@ -1,6 +1,4 @@
-"""A test that lacks something is skipped where people work, and fails where nothing may be left
-out.
-"""
+"""A test with a missing requirement is skipped locally and fails in CI."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The selector of cases: every pair of values is tried, and the full product when it is asked
-for.
-"""
+"""The selected cases cover every pair of values, or the full product on request."""
 
 from __future__ import annotations
 

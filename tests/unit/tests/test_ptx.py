@@ -1,6 +1,4 @@
-"""The emulator of PTX computes fused multiply-add exactly, and refuses accesses that a GPU
-refuses.
-"""
+"""The PTX emulator computes exact fused multiply-adds and refuses accesses that a GPU refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from tests.ptx import Memory, fused
 
 
 def nearest(exact: Fraction) -> float:
-    """Return the fp32 number nearest to a number; of two equally near ones the even one."""
+    """Return the nearest fp32 number, with ties to even."""
     if exact == 0:
         return 0.0
     exponent = math.frexp(float(abs(exact)))[1] - 1
@@ -27,7 +25,7 @@ def test_a_fused_multiply_add_rounds_once() -> None:
     random = np.random.default_rng(0)
     a, b = check.values("normal", 4096, random), check.values("normal", 4096, random)
     a[::4] = a[::4].astype(np.float16)
-    # Exact products, so that sums are often halfway between two numbers
+    # The products are exact, so sums are often halfway between two numbers.
     b[::4] = b[::4].astype(np.float16)
     c = np.where(random.random(4096) < 0.5, -(a * b), 2.0**-25 * b).astype(np.float32)
     a[::5] *= np.float32(2.0**-120)  # subnormal results

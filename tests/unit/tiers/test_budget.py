@@ -1,4 +1,4 @@
-"""What may be taken of the training device: counted, limited, given back."""
+"""Device memory of a budget is counted, limited and returned."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def disk(tmp_path: Path) -> Disk:
 def filled(
     disk: Disk, numel: int = NUMEL, dtype: torch.dtype = torch.float32
 ) -> tuple[Storage, torch.Tensor]:
-    """A storage and the values that were put into it."""
+    """Return a storage and the values that were written to it."""
     storage, values = disk.reserve(numel, dtype, CHUNK, "values"), torch.randn(numel).to(dtype)
     storage.write(0, numel).copy_(values)
     return storage, values
@@ -74,7 +74,7 @@ def test_offloaded_states_use_no_memory(disk: Disk) -> None:
     assert resident_bytes() - before > 60 << 20
     storage.store(0, numel).wait()
     assert resident_bytes() - before < 4 << 20
-    assert float(storage.write(numel - 4, numel).sum()) == 4  # one chunk alone
+    assert float(storage.write(numel - 4, numel).sum()) == 4  # reads one chunk only
     assert resident_bytes() - before < 12 << 20
 
 
@@ -97,7 +97,7 @@ def test_kept_results_are_written_and_stay_until_they_are_dropped(disk: Disk) ->
     assert disk.traffic.read_bytes == 0
     storage.write(0, CHUNK).add_(1)
     moved = storage.store(0, NUMEL)
-    storage.evict(0, NUMEL)  # while it leaves
+    storage.evict(0, NUMEL)  # during the write
     moved.wait()
     storage.wait_for_copy()
     storage.evict(0, NUMEL)
@@ -105,7 +105,7 @@ def test_kept_results_are_written_and_stay_until_they_are_dropped(disk: Disk) ->
     values[:CHUNK] += 1
     assert torch.equal(storage.read(0, NUMEL), values)
     storage.store(0, NUMEL).wait()
-    assert states(storage) == {ChunkState.AWAY}  # nobody wants it any more
+    assert states(storage) == {ChunkState.AWAY}  # it is no longer pinned
 
 
 def test_a_change_survives_dropping_the_pages(disk: Disk) -> None:
@@ -143,7 +143,7 @@ def test_bytes_in_memory_are_used_without_waiting_for_a_slow_disk(
     monkeypatch.setattr(disk, "write", lambda *a: (may_write.wait(10), write(*a)))
     leaving = storage.store(0, NUMEL)
     assert torch.equal(storage.read(0, NUMEL), values) and not leaving.is_done()
-    storage.evict(0, CHUNK)  # not wanted any more: its writer gives it back
+    storage.evict(0, CHUNK)  # evicted during the write, so the writer frees it
     may_write.set()
     leaving.wait()
     assert isinstance(storage, DiskStorage)
@@ -334,7 +334,7 @@ def test_a_write_that_fails_loses_nothing(
         broken.setattr(os, "pwritev", refuse)
         with pytest.raises(StorageError, match=f"writing values .*{os.strerror(number)}"):
             storage.store(0, NUMEL).wait()
-        for _ in range(10):  # chunk after chunk tells
+        for _ in range(10):  # each chunk reports its error once
             try:
                 part = storage.write(0, NUMEL)
             except StorageError:
@@ -375,7 +375,7 @@ def run(*words: str | Path) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    """8 MiB of tmpfs."""
+    """Mount a tmpfs of 8 MiB."""
     need(os.geteuid() == 0, "root, to mount a tmpfs")
     place = tmp_path / "small"
     place.mkdir()
@@ -386,7 +386,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def loop(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """(mount point, backing file) of an ext4 in a file."""
+    """Mount an ext4 file system in a file; yield the mount point and the file."""
     need(os.geteuid() == 0, "root, to mount a loop device")
     backing, place = tmp_path / "backing", tmp_path / "loop"
     place.mkdir()

@@ -1,7 +1,7 @@
-"""Page-locked memory of the host: unlocked when it is freed, whatever frees it, so that a next
-engine can lock its own.
+"""Page-locked host memory is unlocked whenever it is freed, so that the next engine can lock
+memory.
 
-CUDA's runtime is a stand-in (tests/cudart.py) that refuses what CUDA refuses.
+The CUDA runtime is a fake (tests/cudart.py) that refuses the calls that CUDA refuses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.cudart import LockedHost
 
 
 class Tower(nn.Module):
-    """Blocks with inputs that are offloaded until backward."""
+    """Blocks whose saved inputs are offloaded until backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_engines_one_after_the_other_lock_their_memory_and_leave_none_locked(
     runtime = cudart.install(monkeypatch)
     for ends_by in ("destroy", "del", "destroy"):
         engine = engine_of()
-        for rows in (64, 512, 2048):  # the arena of activations grows
+        for rows in (64, 512, 2048):  # the activation arena grows
             train(engine, rows)
         assert len(runtime.ranges) == 4, (
             "one slab of states, and an arena of activations for each number of rows"
@@ -136,8 +136,9 @@ def test_a_step_that_fails_leaves_nothing_locked(monkeypatch: pytest.MonkeyPatch
 def test_only_what_copies_touch_is_locked_and_only_while_the_engine_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No step reserves or locks memory; a range is at most `LOCK_BYTES` long, and all are unlocked
-    at the end.
+    """Steps neither reserve nor lock memory.
+
+    Locked ranges have at most `LOCK_BYTES` and are all unlocked at the end.
     """
     runtime = cudart.install(monkeypatch)
     monkeypatch.setattr(memory, "LOCK_BYTES", 16 * PAGE)
@@ -256,7 +257,7 @@ def test_the_cause_of_a_refusal_is_reported_and_the_error_is_cleared(
 def test_an_error_is_cleared_by_a_launch_without_the_runtime(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch shows no cudaGetLastError, but reads it after each launch of a kernel."""
+    """torch does not expose cudaGetLastError but calls it after each kernel launch."""
     launches = []
 
     def launch(*size: int, device: str) -> Tensor:

@@ -1,6 +1,4 @@
-"""What a memory's traffic counts: bytes, seconds under way and waited for, the fastest stretch; and
-its log.
-"""
+"""The transfer meter of a tier counts bytes, times and the best speed, and logs fetches."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from deepseek_zero.tiers.tier import STRETCH_BYTES, TransferEvent, TransferMeter
 
 
 class Clock:
-    """The time, as a test says."""
+    """A clock that the test advances."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
