@@ -18,7 +18,7 @@ Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
 class OwnState(torch.optim.Optimizer):
-    """An optimizer whose `__init__` creates state that differs by element, without a counter."""
+    """An optimizer with initial state that differs by element, and without a step counter."""
 
     granularity = "element"
 
@@ -48,7 +48,7 @@ class OwnState(torch.optim.Optimizer):
 
 
 class ByRow(OwnState):
-    """Adds a state whose shape differs from that of the parameter."""
+    """Adds a state that has another shape than the parameter."""
 
     granularity = "tensor"
 

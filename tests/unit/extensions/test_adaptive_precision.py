@@ -38,7 +38,7 @@ def result(verdict: Verdict, step: int) -> StepResult:
 
 
 class Run:
-    """A runtime with two fake units whose evidence is given by the test."""
+    """A runtime with two fake units; each test supplies their evidence."""
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
         self.units = [self._unit("root"), self._unit("block")]
@@ -61,7 +61,7 @@ class Run:
         for evidence in windows:
             self.adaptive._look = lambda evidence=evidence: [root, evidence]  # type: ignore[method-assign]
             step = len(found) + 1
-            if named:  # a skipped step precedes the one whose evidence is read
+            if named:  # a skipped step precedes the measured one
                 self.adaptive.before_update(NOT_FINITE)
                 self.adaptive.after_update(result(NOT_FINITE, step), self.units[1])
             self.adaptive.before_update(FINITE)

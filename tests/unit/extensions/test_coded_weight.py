@@ -1,5 +1,4 @@
-"""Frozen matrices stored as 8-bit codes train with the bits of one process whose frozen weights
-were rounded.
+"""Training with frozen 8-bit codes has the bits of one process with rounded weights.
 
 Also covered: the planned bytes, and reads and writes of such weights.
 """
@@ -38,7 +37,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def adapted() -> nn.Module:
-    """Return a partly frozen model, as with adapters, whose sizes are not multiples of a block."""
+    """Return a partly frozen model, as with adapters, with sizes that no block divides."""
     model = seeded(Gpt, blocks=2, width=24, hidden=33)
     for name, param in model.named_parameters():
         param.requires_grad_(name not in (*FROZEN, "norm.weight"))
@@ -60,7 +59,7 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 class Trained:
     """The results of one rank.
 
-    resting: the groups whose weights are stored as codes.
+    resting: the groups with weights stored as codes.
     """
 
     losses: list[Tensor]

@@ -24,7 +24,7 @@ def cut(model: nn.Module, limit: int) -> dict[str, str]:
 
 
 class Model(nn.Module):
-    """An embedding of `rows` rows whose weight is tied to the output layer."""
+    """An embedding of `rows` rows with its weight tied to the output layer."""
 
     def __init__(self, rows: int = 11, width: int = 5, **options: Any) -> None:
         super().__init__()

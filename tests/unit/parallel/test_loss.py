@@ -99,7 +99,7 @@ def test_the_virtual_axis_has_the_same_bits(dtype: torch.dtype) -> None:
 
 
 class TestTransformers:
-    """Unmodified models whose loss is computed from split logits."""
+    """Unmodified models that compute their loss from split logits."""
 
     @pytest.fixture(autouse=True)
     def _needed(self) -> None:

@@ -33,7 +33,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 class Wrapped(nn.Module):
-    """A module around a model whose forward hides the model's cache argument."""
+    """A module around a model that hides the model's cache argument."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

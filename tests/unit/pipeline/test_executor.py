@@ -121,7 +121,7 @@ def test_two_ranks_have_the_bits_of_one_process(
 
 
 class StartsInPlace(nn.Module):
-    """A block whose first layer changes its input in place."""
+    """A block that changes its input in place."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ MANY = 4
 
 
 class Pair(nn.Module):
-    """A layer whose input and output are tuples: hidden states, and a mask without a gradient."""
+    """A layer that maps a tuple to a tuple: hidden states, and a mask without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

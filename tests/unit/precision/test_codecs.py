@@ -30,7 +30,7 @@ def decoded(
 
 
 def values_of(codec: Blocks, blocks: int = 12) -> Tensor:
-    """Return random values whose magnitudes vary a lot within and between blocks."""
+    """Return random values that vary a lot in magnitude within and between blocks."""
     shape = (blocks, codec.block)
     return (
         torch.randn(shape)

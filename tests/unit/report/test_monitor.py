@@ -43,7 +43,7 @@ class Recorder:
 def install(
     monkeypatch: pytest.MonkeyPatch, name: str, starter: str
 ) -> tuple[Recorder, dict[str, Any]]:
-    """Install a fake package `name` whose function `starter` returns a Recorder."""
+    """Install a fake package `name` with a function `starter` that returns a Recorder."""
     recorder, started = Recorder(), {}
     package = ModuleType(name)
 

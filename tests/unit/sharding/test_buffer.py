@@ -28,7 +28,7 @@ def layout_over(ranks: int) -> FlatLayout:
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Return values whose sum depends on the order of summation."""
+    """Return values with a sum that depends on the order of summation."""
     generator = torch.Generator().manual_seed(100 + rank)
     return (torch.randn(numel, generator=generator) * 10.0 ** (3 * rank - 3)).to(dtype)
 

@@ -88,7 +88,7 @@ class Trained:
 
     padded: number of elements of all flat buffers.
 
-    flats: where the flat buffers contain quantized matrices.
+    flats: the positions of quantized matrices in the flat buffers.
     """
 
     losses: list[list[Tensor]] = field(default_factory=list)

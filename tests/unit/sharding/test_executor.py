@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Routed(nn.Module):
-    """A model whose forward gets the order of its blocks.
+    """A model that takes the order of its blocks as an argument of forward.
 
     recomputes: run each block in a reentrant checkpoint.
     """
@@ -90,7 +90,7 @@ def assert_at_rest(runtime: Runtime) -> None:
 def reduce_late(runtime: Runtime) -> set[str]:
     """Reduce late gradients, as a step does.
 
-    Returns the names of the parameters whose gradients come from several reductions.
+    Returns the names of the parameters with gradients from several reductions.
     """
     runtime.backward.before_step()
     mine = torch.tensor(
@@ -203,7 +203,7 @@ STRAYS: dict[str, tuple[Route, ...]] = {
 def test_second_hops_are_issued_in_one_order_on_ranks_with_different_routes(
     routes: Sequence[Route], settings: dict[str, Any], seed: int | None
 ) -> None:
-    """The second hop is issued by whichever wait comes first, since ranks would deadlock otherwise.
+    """Any wait on a rank issues its pending second hops, since ranks would deadlock otherwise.
 
     Two hosts have two ranks each; every lane of both groups is compared.
     """

@@ -27,7 +27,7 @@ on_ranks = pytest.mark.parametrize("size", SIZES)
 
 
 def built(rank: Rank, stage: int, policy: Policy | None = None) -> ParamGroup:
-    """Return the only parameter group of a model whose initial values differ between ranks."""
+    """Return the only parameter group of a model with different initial values on each rank."""
     return build_one(rank, Odd(seed=rank.index), stage=stage, policy=policy or Policy())
 
 

@@ -28,7 +28,7 @@ from tests.cudart import LockedHost
 
 
 class Tower(nn.Module):
-    """Blocks whose saved inputs are offloaded until backward."""
+    """Blocks with saved inputs that are offloaded until backward."""
 
     def __init__(self) -> None:
         super().__init__()
