@@ -1,6 +1,6 @@
-"""Meshes of 2, 4 or 8 ranks with pp, dp, tp and sp axes train with the bits of one process.
+"""Meshes of 2, 4 or 8 ranks train like one process, bitwise if they have no sp axis.
 
-Each runs with ZeRO stages 0 to 3 and three dtypes. CI runs enough cases to cover every pair of
+Each mesh runs with ZeRO stages 0 to 3 and three dtypes. CI runs enough cases to cover every pair of
 values on up to 8 ranks. DEEPSEEK_ZERO_FULL=1 runs the whole product, which takes half an hour.
 """
 

@@ -70,7 +70,7 @@ def test_differences_are_reported_for_the_minority_of_ranks(
 
 
 def test_pieces_are_compared_among_themselves_and_replicas_their_slices() -> None:
-    whole = tables(weight=[[1], [1], [7], [7]])  # two stages of a model
+    whole = tables(weight=[[1], [1], [7], [7]])  # two parts of a model
     slices = tables(moment=[[1], [2], [1], [3]])  # ranks 0 and 2 share a slice, 1 and 3 too
     heard = [
         (whole[rank], slices[rank], [] if rank != 3 else ["master of 'a'"]) for rank in range(4)

@@ -1,4 +1,4 @@
-"""Hierarchical sums by host have the bits of one process that adds in the same order."""
+"""Hierarchical sums by host are bitwise equal to one process that adds in the same order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ STEPS = 2
 class Trained:
     """The results of one rank.
 
-    sent: bytes of the last step. pool: the sizes of the buffer pool.
+    sent: bytes of the last step.
+
+    pool: the number of pool buffers by dtype and size.
     """
 
     losses: list[Tensor] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Training with frozen 8-bit codes has the bits of one process with rounded weights.
+"""Training with frozen 8-bit codes is bitwise equal to one process with rounded weights.
 
 Also covered: the planned bytes, and reads and writes of such weights.
 """

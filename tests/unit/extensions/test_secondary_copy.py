@@ -1,4 +1,4 @@
-"""A secondary copy of weights (hpZ) gives the bits of stage 3 and gathers in smaller groups."""
+"""With a secondary copy of weights (hpZ), results equal stage 3 bitwise and gathers stay local."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_one_rank_may_take_a_local_state_dict(stage: int) -> None:
         StateDicts(runtime, gathers=False)
         found = runtime.model.state_dict() if rank.index == 1 else {}
         batch = batch_of(0, 0, rank.index)
-        runtime.model(batch.tokens, batch.targets).backward()  # other ranks did not communicate
+        runtime.model(batch.tokens, batch.targets).backward()  # the ranks are still synchronized
         return found
 
     found = run_ranks(2, body)[1]

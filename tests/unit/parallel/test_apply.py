@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks train unmodified transformers models with the bits of `virtual`.
+"""Tensor-parallel training of unmodified transformers models is bitwise equal to `virtual`.
 
 `virtual` simulates all ranks of the axis in one process.
 """

@@ -1,4 +1,4 @@
-"""Ulysses all-to-alls: attention and its gradients have the bits of one process, head by head."""
+"""Ulysses all-to-alls: attention and its gradients equal one process bitwise, head by head."""
 
 from __future__ import annotations
 
@@ -83,8 +83,7 @@ def test_attention_of_a_head_has_the_bits_of_one_process(
 
 @pytest.mark.parametrize(("size", "few"), [(2, 4), (4, 2)])
 def test_bytes_are_those_of_the_formula(size: int, few: int) -> None:
-    """Each rank sends (C - 1) / C of query, key, value and output in forward, and the same in
-    backward.
+    """Each rank sends (C - 1) / C of query, key, value and output in forward and in backward.
 
     Keys and values count once per rank that needs them.
     """

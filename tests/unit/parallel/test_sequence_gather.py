@@ -1,4 +1,4 @@
-"""Attention with gathered keys and values has the bits of one process, with sums in rank order."""
+"""Attention with gathered keys and values equals one process bitwise, with sums in rank order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations sharded over tokens between split layers give the bits of `virtual` in that mode."""
+"""Results with activations sharded over tokens are bitwise equal to `virtual` in that mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines of ranks in one process have the bits of one process with gradient accumulation."""
+"""Pipelines of ranks in one process equal one process with gradient accumulation bitwise."""
 
 from __future__ import annotations
 

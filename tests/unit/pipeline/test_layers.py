@@ -1,4 +1,4 @@
-"""Lists of layers are partitioned into stages, named by index, and have the bits of one process."""
+"""Lists of layers are partitioned into stages, named by index, and equal one process bitwise."""
 
 from __future__ import annotations
 

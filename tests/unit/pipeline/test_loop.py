@@ -1,4 +1,4 @@
-"""The plain training loop with stages: bits of accumulation, changes of the loss, and refusals."""
+"""The plain training loop with stages: gradient accumulation, changed losses, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines with ZeRO stages 0 to 3 have the bits of one process.
+"""Pipelines with ZeRO stages 0 to 3 are bitwise equal to one process.
 
 Each unit is gathered and reduced once per step.
 """
@@ -241,7 +241,7 @@ def test_breadth_first_gathers_twice_and_releases_the_other_stages() -> None:
             assert (
                 len([each for each in issued if each.startswith(f"reduce blocks.{block}")]) == STEPS
             )
-        assert issued[-1] == "at most 1"  # one block per stage, two blocks per rank
+        assert issued[-1] == "at most 1"  # of the rank's two blocks
 
 
 def test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages() -> None:

@@ -123,8 +123,9 @@ def test_scratch_has_the_size_of_the_largest_tile_and_exists_only_for_casts_and_
 def tiles_beside(device: torch.device, tiers: tuple[Tier, ...], policy: Policy) -> UpdatePlan:
     """Return the update plan of one tensor of 10,000 elements per tier.
 
-    Tiles have 8,192 elements on the device and 1,024 on the host. tiers: the tier of each tensor's
-    states.
+    Tiles have 8,192 elements on the device and 1,024 on the host.
+
+    tiers: the tier of each tensor's states.
     """
     units = []
     for number, tier in enumerate(tiers):

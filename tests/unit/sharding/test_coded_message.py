@@ -1,4 +1,4 @@
-"""Engines that send quantized matrices have the bits of one process that rounds the same tensors.
+"""Engines that send quantized matrices equal one process that rounds the same tensors.
 
 Ranks are threads. Also covered: sent bytes, resuming on another number of ranks, and replicas.
 """

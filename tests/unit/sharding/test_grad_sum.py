@@ -72,7 +72,7 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
             gradient.hold()
         pending.wait()
         assert gradient.sum.state is GradState.REDUCED
-        bring(group)  # a second backward replaces the sum or accumulates into another buffer
+        bring(group)  # a second backward accumulates in place or in another buffer
         assert gradient.sum.state is (
             GradState.COLLECTING if group.plan.grad.placement is P else GradState.REDUCED
         )

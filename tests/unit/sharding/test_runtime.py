@@ -1,4 +1,4 @@
-"""A small model on ranks in one process has the bits of unsharded training at every stage."""
+"""Training on ranks in one process is bitwise equal to unsharded training at every stage."""
 
 from __future__ import annotations
 

@@ -271,8 +271,9 @@ def test_insufficient_space_is_reported_before_anything_is_written(disk: Disk) -
 
 
 def altered(change: Callable[[int, int], None], tmp_path: Path) -> StorageError:
-    """Return the error of a read after the file of a storage was changed. The storage can be read
-    again after the file is repaired.
+    """Return the error of a read after the file of a storage was changed.
+
+    Also check that the storage can be read again after the file is repaired.
     """
     disk = Disk(tmp_path)
     storage, _ = filled(disk)

@@ -1,5 +1,4 @@
-"""Page-locked host memory is unlocked whenever it is freed, so that the next engine can lock
-memory.
+"""Page-locked host memory is unlocked when it is freed, so the next engine can lock memory.
 
 The CUDA runtime is a fake (tests/cudart.py) that refuses the calls that CUDA refuses.
 """
