@@ -1,3 +1,1 @@
-"""Side by side on CPU ranks: this library, its peers and the floor none of them can beat.  See
-README.md.
-"""
+"""Compare this library on CPU ranks with other systems and with a lower bound. See README.md."""

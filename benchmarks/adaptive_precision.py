@@ -1,13 +1,12 @@
-"""Precision "auto" in fp16: what looking at gradients costs a step, and what a promoted layer
-gains, on one thread.
+"""Measure precision "auto" in fp16 on one thread: the cost of inspecting gradients, and the gain.
 
     python -m benchmarks.adaptive_precision                        # a minute or two
     python -m benchmarks.adaptive_precision --steps 20 --rounds 2 --out /tmp/adaptive_precision.md
 
-Cost: the processor time of a step under precision "auto" that looks at every step, and at every
-16th, over one of plain fp16; steps interleaved, medians of ratios of windows beside each other.
-Gain: the loss of a small classifier whose first block has gradients scaled by 1e-6 inside, with a
-loss scale of 1, in fp32, plain fp16 and under precision "auto".  Leaves a table and a picture.
+Cost: the CPU time of a step under precision "auto", which inspects every or every 16th step,
+divided by that of plain fp16. Steps are interleaved, and ratios are medians over adjacent windows.
+Gain: the loss of a small classifier whose first block scales its gradients by 1e-6, with a loss
+scale of 1, in fp32, plain fp16 and precision "auto". Writes a table and a picture.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def adaptive(window: int) -> dict[str, Any]:
 
 
 class Fade(torch.autograd.Function):
-    """Its input; the gradient on its way back is multiplied by a factor."""
+    """An identity in forward that multiplies the gradient by a factor in backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, factor: float) -> Tensor:
@@ -51,7 +50,7 @@ class Fade(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """fade: what gradients inside are scaled by."""
+    """A residual block. fade: factor of the gradients inside."""
 
     def __init__(self, width: int, *, is_curved: bool, fade: float) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Only its first block can make it more than linear."""
+    """A classifier that is nonlinear only in its first block."""
 
     def __init__(self, width: int, fade: float) -> None:
         super().__init__()
@@ -84,7 +83,7 @@ class Net(nn.Module):
 
 
 class Case:
-    """One engine and its samples."""
+    """An engine and its samples."""
 
     def __init__(self, width: int, fade: float, precision: dict[str, Any]) -> None:
         config = {
@@ -100,7 +99,7 @@ class Case:
         self.seconds: list[float] = []
 
     def step(self) -> float:
-        """Take a step; return its loss."""
+        """Train one step and return its loss."""
         began = time.process_time()
         loss = functional.cross_entropy(self.engine(self.x).float(), self.y)
         self.engine.backward(loss)
@@ -110,7 +109,7 @@ class Case:
 
 
 def cost(width: int, rounds: int) -> list[tuple[str, float]]:
-    """Return the ratio of a step's time to that of plain fp16, by name."""
+    """Return by name the ratio of a step's time to that of plain fp16."""
     kinds = {
         "fp16": FP16,
         "auto, looks at every step": adaptive(1),
@@ -135,7 +134,7 @@ def cost(width: int, rounds: int) -> list[tuple[str, float]]:
 
 
 def gain(steps: int) -> tuple[list[tuple[str, float]], list[str]]:
-    """Return the last loss by precision, and what precision "auto" decided."""
+    """Return the last loss by precision, and the decisions of precision "auto"."""
     cases = {
         name: Case(16, 1e-6, kind)
         for name, kind in (("fp32", {}), ("fp16", FP16), ("auto", adaptive(2)))

@@ -1,11 +1,11 @@
-"""Run the comparison and write it down: `make bench` (the cells of the goals, 20 minutes), `make
-bench-full` (all).
+"""Run the comparison and write its report: `make bench` (the cells with goals, 20 minutes) or `make
+bench-full` (all cells).
 
     python -m benchmarks.bench --cells 125m-fp32 --systems floor,fsdp2,ours-3 --rounds 3
     python -m benchmarks.bench --dry-run               # every system once, with the smallest model
 
-Leaves NAME.json (every run), NAME.md (the tables) and NAME.png beside it, and goes on from what
-NAME.json has.
+Writes NAME.json (every run), NAME.md (the tables) and NAME.png. Continues from the runs in
+NAME.json.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .systems import ROOT, SYSTEMS
 from .tables import write_report
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
-GOOD_ROUNDS = 3  # a median of three is no accident
+GOOD_ROUNDS = 3  # enough rounds for a stable median
 DRY_RUN = ROOT / "runs" / "bench" / "dry-run.json"
 
 
 def run_first(session: Session, request: Request) -> list[Run]:
-    """Everything once, planned again with what was learnt until no more fits; what was left out."""
+    """Make every run once, planning again after each batch until no more fit; report the rest."""
     session.make(floor_runs(request))
     while True:
         runs, left_out = first_pass(request, session.journal.runs, session.remaining)
@@ -38,9 +38,7 @@ def run_first(session: Session, request: Request) -> list[Run]:
 
 
 def run_again(session: Session, request: Request, most: float) -> None:
-    """Round after round, each cell in turn, until there are `most` of each or none fits any
-    more.
-    """
+    """Make further rounds, cell by cell, until there are `most` of each or none fits."""
     while session.make(next_round(request, session.journal.runs, session.remaining, most)):
         pass
 
@@ -103,7 +101,7 @@ def main() -> None:
             Request(options.cells, installed, options.steps),
             options.rounds or float("inf"),
         )
-        # A second and third round say more than the memory of what no goal speaks of.
+        # Further timed rounds are worth more than memory runs of systems without a memory goal.
         soon = replace(request, memory_of=MEMORY_GOALS)
         run_first(session, soon)
         run_again(session, soon, min(most, GOOD_ROUNDS))

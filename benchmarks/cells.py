@@ -1,7 +1,6 @@
-"""What is measured: model sizes, number formats and gradient accumulation; one combination is a
-cell.
+"""The measured combinations (cells) of model size, dtype and gradient accumulation.
 
-Plain data without torch, read by the parent that plans runs as well as by the ranks that do them.
+This module does not import torch, because the parent that plans runs reads it as well as the ranks.
 """
 
 from __future__ import annotations
@@ -10,22 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 VOCABULARY = 256  # one token per byte
-CONTEXT = 256  # tokens in a sequence
-SEQUENCES_PER_RANK = 2  # in one micro-batch
+CONTEXT = 256  # tokens per sequence
+SEQUENCES_PER_RANK = 2  # per micro-batch
 DTYPES = ("fp32", "bf16")
 ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 
 SIZES = {"tiny": (2, 64), "30m": (10, 512), "125m": (18, 768), "350m": (28, 1024)}  # layers, width
 
-# Largest difference of a loss from the one process' that is still the same training, by number
-# format.  fp32 differs by the order of its sums alone; bf16 also by what is rounded on the way
-# between ranks.
+# Largest difference of a loss from the single process's that counts as equal training, by dtype.
+# fp32 differs only by the order of sums. bf16 also differs by the rounding of values sent between
+# ranks.
 LOSS_BOUNDS = {"fp32": 2e-6, "bf16": 5e-3}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Layers and width of the GPT; heads are 64 wide."""
+    """Layers and width of the GPT. Attention heads are 64 wide."""
 
     layers: int
     width: int
@@ -36,8 +35,8 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """Its number of parameters."""
-        # Four projections of attention, two of the MLP, two norms
+        """The number of parameters."""
+        # four projections of attention, two of the MLP, two norms
         per_layer = 12 * self.width**2 + 13 * self.width
         ends = (2 * VOCABULARY + CONTEXT) * self.width + 2 * self.width
         return self.layers * per_layer + ends
@@ -45,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cell:
-    """One column of the comparison.  size: a name of SIZES, or LAYERSxWIDTH."""
+    """One column of the comparison. size: a key of SIZES, or LAYERSxWIDTH."""
 
     size: str
     dtype: str
@@ -64,7 +63,7 @@ class Cell:
 
     @classmethod
     def parse(cls, name: str) -> Cell:
-        """The cell of that name ("125m-bf16-acc4"); ValueError where there is none."""
+        """Return the cell with a name like "125m-bf16-acc4"; raise ValueError if it is invalid."""
         size, dtype, *rest = name.split("-")
         cell = cls(size, dtype, int(rest[0].removeprefix("acc")) if rest else 1)
         if cell.name != name or dtype not in DTYPES or cell.shape.layers < 1:

@@ -1,14 +1,13 @@
-"""This checkout against another one of the library: step beside step, on the same machine, in the
-same minutes.
+"""Compare this checkout with another one of the library, step by step on the same machine.
 
     git worktree add /tmp/before COMMIT
     # GPT-125M and tiny, half an hour
     .venv/bin/python -m benchmarks.checkouts /tmp/before
     .venv/bin/python -m benchmarks.checkouts /tmp/before --cells tiny-fp32 --steps 5 --out /tmp/a.md
 
-Each side has ranks of its own, which wait while the other side's take a step of the same batch;
-whoever goes first changes from pair to pair, so a drift of the machine's speed falls on both.  A
-ratio is ours divided by the other's.
+Each side has separate ranks, which wait while the other side's ranks take a step on the same batch.
+The order within a pair alternates, so a drift of the machine's speed affects both sides. A ratio is
+this checkout's time divided by the other's.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from benchmarks.systems.common import Job, engine_settings, engine_step, take_a_
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results" / "checkouts.md"
 CELLS = "tiny-fp32,tiny-bf16,125m-fp32,125m-bf16"
-WAYS = "0,1,2,3,host,disk"  # stages; stage 3 with every state on the host, on a disk
+WAYS = "0,1,2,3,host,disk"  # stages; stage 3 with every state on the host or on a disk
 WARM_UP = 3  # steps that are not counted
 RANKS = 2
 
@@ -57,7 +56,9 @@ def zero_settings(way: str, folder: str) -> dict[str, Any]:
 
 
 def work(cell: Cell, way: str, folder: str) -> None:
-    """One rank of one side: says when it is ready, then a line for each line it is sent."""
+    """Run one rank of one side: print a line when ready, then one for each line on standard
+    input.
+    """
     dz.init_distributed()
     rank = dist.get_rank()
     take_a_core(rank, RANKS)
@@ -97,7 +98,7 @@ class Side:
     checkout: Path
     ranks: list[subprocess.Popen[str]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)  # of all ranks
+    cpu: list[float] = field(default_factory=list)  # summed over ranks
     losses: list[Any] = field(default_factory=list)
     start_seconds: float = 0.0
     memory: int = 0
@@ -116,7 +117,7 @@ class Side:
             world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             environment = os.environ | {key: str(value) for key, value in world.items()}
             environment["PYTHONPATH"] = str(self.checkout / "src")
-            # A start is that of an installed package
+            # Start like an installed package, with bytecode files.
             environment.pop("PYTHONDONTWRITEBYTECODE", None)
             command = [
                 sys.executable,
@@ -171,7 +172,7 @@ class Side:
 
 
 def compare(cell: Cell, way: str, other: Path, steps: int) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     ours, theirs = Side(ROOT), Side(other)
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
         for side in (theirs, ours):
@@ -197,7 +198,7 @@ def compare(cell: Cell, way: str, other: Path, steps: int) -> str:
 
 
 def of_pairs(ours: list[float], theirs: list[float]) -> tuple[str, str]:
-    """The median of the ratios, and where their middle half lies."""
+    """Return the median of the ratios and their interquartile range."""
     ratios = sorted(mine / its for mine, its in zip(ours, theirs, strict=True))
     quarter = len(ratios) // 4
     return (

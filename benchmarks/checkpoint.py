@@ -1,15 +1,14 @@
-"""What a checkpoint costs: how long training stands still, how fast bytes reach the disk, what
-memory it takes.
+"""Measure checkpoints: how long training is blocked, the disk throughput, and the extra memory.
 
     # GPT-350M in bf16 (make bench-checkpoint)
     deepseek-zero run --nproc 2 benchmarks/checkpoint.py
     deepseek-zero run --nproc 2 benchmarks/checkpoint.py --cells tiny-fp32 --rounds 1 --out ~/a.md
 
-In one run and in turn: a plain sequential write of the same bytes, past the page cache and through
-it, each ended by an fsync; a save that training waits for; a save written behind, while steps are
-taken; a load into a new engine, as at a resume, and over one that has trained, with and without its
-checksums; a plain read of the same bytes, into one block and into memory of their own.  All ranks
-write at once.  Leaves a table (.md) and figures (.json).
+These take turns in one run: a plain sequential write of the same bytes, with and without the page
+cache, each followed by an fsync; a synchronous save; an asynchronous save during steps; a load into
+a new engine, as when resuming, and into a trained one, with and without checksums; a plain read of
+the same bytes, into one block and into separate memory. All ranks write concurrently. Writes a
+table (.md) and figures (.json).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file by a launcher
 
 import deepseek_zero as dz
 from benchmarks.cells import SEQUENCES_PER_RANK, Cell
@@ -45,13 +44,13 @@ from deepseek_zero.checkpoint.readahead import BLOCK_BYTES, BLOCKS
 from deepseek_zero.engine.saving import Restore, load_checkpoint
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.md"
-# What a save may take beside the states, besides one piece under way
+# Memory that a save may use in addition to the states and one piece in progress.
 STAGING_BYTES = BLOCKS * BLOCK_BYTES
 
 
 @dataclass
 class Found:
-    """Seconds of every round, by what was done; bytes of this rank."""
+    """Seconds of every round by operation, and the bytes of this rank."""
 
     nbytes: int = 0
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -65,8 +64,9 @@ class Found:
         self.note(what, time.perf_counter() - began)
 
     def watched(self, what: str, act: Callable[[], Any], fence: Callable[[str], None]) -> None:
-        """Memory above what was held before.  Not where time is taken: looking at memory takes
-        some.
+        """Record the memory above the level before.
+
+        Not for timed runs, because sampling takes time.
         """
         fence(f"before watching {what}")
         before = settled_memory()["pss"]
@@ -83,7 +83,7 @@ class Found:
 
 
 def plain_write(path: Path, nbytes: int, flag: int) -> None:
-    """One thread, front to back, one request at a time, on the disk when this returns."""
+    """Write with one thread, sequentially, one request at a time, and fsync."""
     block = mmap.mmap(-1, BLOCK_BYTES)
     block.write(os.urandom(4096) * (BLOCK_BYTES // 4096))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flag, 0o600)
@@ -96,8 +96,9 @@ def plain_write(path: Path, nbytes: int, flag: int) -> None:
 
 
 def plain_read(path: Path, *, keeps: bool = False) -> None:
-    """One request at a time.  keeps: into a page of its own each, as a run that begins has no
-    memory for its states.
+    """Read one request at a time.
+
+    keeps: read into newly allocated pages, as a resuming run does, instead of one reused block.
     """
     length = os.stat(path).st_size
     room = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE if keeps else BLOCK_BYTES
@@ -112,7 +113,7 @@ def plain_read(path: Path, *, keeps: bool = False) -> None:
 
 
 def forget_cache(folder: Path) -> None:
-    """So that a load reads the disk."""
+    """Drop the files from the page cache, so that a load reads the disk."""
     for path in folder.rglob("*.safetensors"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -120,7 +121,7 @@ def forget_cache(folder: Path) -> None:
 
 
 def measure(cell: Cell, rounds: int, folder: Path) -> Found:
-    """Collective; `folder` is the same on all ranks."""
+    """Measure all operations. Collective; `folder` is the same on all ranks."""
     job = job_of(cell)
     settings = engine_settings(job, {"stage": 3}) | {"steps_per_print": None}
     engine = dz.initialize(model=build_model(cell.shape), config=settings)[0]
@@ -170,7 +171,9 @@ def measure(cell: Cell, rounds: int, folder: Path) -> Found:
 
 
 def save_behind(found: Found, engine: Any, folder: Path, one_step: Callable[[], None]) -> None:
-    """Steps until the checkpoint is there, and how long training stood still for it."""
+    """Train until an asynchronous save is complete; record its time and how long it blocked
+    training.
+    """
     began = time.perf_counter()
     engine.save_checkpoint(folder, tag="behind", wait=False)
     called = time.perf_counter() - began
@@ -194,7 +197,7 @@ def load(engine: Any, folder: Path, verify: bool) -> None:
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be reached: at most, or at least, so much."""
+    """An upper or lower bound and the measured value."""
 
     what: str
     limit: float
@@ -211,7 +214,7 @@ class Goal:
 
 
 def goals_of(found: Found) -> list[Goal]:
-    """The issue's, over the faster of the two plain writes."""
+    """Return the goals, relative to the faster of the two plain writes."""
     fastest = min(
         found.median("plain write past the page cache"), found.median("plain write through it")
     )

@@ -1,14 +1,15 @@
-"""Codes and transport that are chosen by measurement, over the rate of the link between two hosts.
+"""Measure codecs and transports that are chosen automatically, by the rate of the link between two
+hosts.
 
     python -m benchmarks.chosen_codes                                        # as root, four minutes
     python -m benchmarks.chosen_codes --rates 100mbit --out /tmp/chosen_codes.md
 
-The hosts are namespaces of this machine (`tests/hosts.py`), one rank each; `tc tbf` limits their
-links.  At each rate four engines of stage 3 are started and take turns, a step each: as they are,
-with int8 weights and int4 gradients as stated, with `compression.auto`, and with that and
-`"transport": "measured"`.  A figure is the median of the rounds, of the slower rank, and beside it
-how many times faster than without codes; what choosing takes is in the start of an engine.  A good
-choice is near the better of the first two rows at every rate.
+The hosts are namespaces of this machine (`tests/hosts.py`) with one rank each; `tc tbf` limits
+their links. At each rate four engines of stage 3 take turns, one step each: with defaults, with
+int8 weights and int4 gradients, with `compression.auto`, and with that and `"transport":
+"measured"`. A figure is the median of the rounds for the slower rank, next to the speedup over no
+codec. The measurements that the choice needs are part of an engine's start-up time. A good choice
+is close to the better of the first two rows at every rate.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 def start(zero: dict[str, Any]) -> tuple[Any, float]:
-    """An engine, and the seconds that its start took."""
+    """Return an engine and the seconds of its construction."""
     zero = dict(zero)
     transport = zero.pop("transport", "fastest")
     config = {
@@ -63,17 +64,17 @@ def start(zero: dict[str, Any]) -> tuple[Any, float]:
 
 
 def measure(rounds: int) -> None:
-    """Print, on rank 0, by system: seconds of its start and of a step, and what was chosen."""
+    """Print on rank 0, by system, the seconds of start-up and of a step, and the choice."""
     torch.set_num_threads(1)
     dz.init_distributed()
     rank, size = dist.get_rank(), dist.get_world_size()
     if size <= (cores := len(os.sched_getaffinity(0))):
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank % cores]})
-    start(SYSTEMS[PLAIN])  # opens the world's connections
+    start(SYSTEMS[PLAIN])  # opens the connections of the world
     engines = {name: start(zero) for name, zero in SYSTEMS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     batches = Batches(CELL, size, rank, size)
-    for number in range(rounds + 1):  # the first agrees on orders
+    for number in range(rounds + 1):  # the first round records schedules and is not counted
         micro_batches = batches.of_step(number)
         for name, (engine, _) in engines.items():
             dist.barrier()
@@ -114,7 +115,7 @@ def run(rate: str, rounds: int) -> dict[str, Any]:
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """The page."""
+    """Return the page."""
     lines = [
         "# Codes and transport chosen by measurement",
         "",

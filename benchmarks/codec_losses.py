@@ -1,5 +1,5 @@
-"""What codes on the wire do to a real training: the main job's model and text, four ranks on two
-hosts, each codec.
+"""Measure how each codec affects a real training: the model and text of the main example on four
+ranks of two hosts.
 
     python -m benchmarks.codec_losses                          # as root, half an hour on two cores
     python -m benchmarks.codec_losses --steps 60 --seeds 1     # a look
@@ -7,12 +7,12 @@ hosts, each codec.
     python -m benchmarks.codec_losses --size tiny --seeds 12   # least noise: tells a hundredth
     python -m benchmarks.codec_losses --size 10m --seeds 1 --only plain --only "int4 gradients"
 
-The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same
-weights on the same batches as plain communication, once for each seed; what is compared is the mean
-loss of the last 50 steps.  Two kinds of noise stand beside it: that of the seeds (other weights and
-batches), and that of rounding: the plain run with its sums in another order.  Losses depend on
-neither the load of the machine nor the link.  Leaves a table and a picture; `--draw FILE.md` draws
-the picture of a table again.
+The hosts are namespaces of this machine (`tests/hosts.py`). Every codec trains from the same
+weights on the same batches as plain communication, once for each seed. The table compares the mean
+loss of the last 50 steps. It also shows two kinds of noise: that of the seeds (other weights and
+batches), and that of rounding (the plain run with sums in another order). Losses depend neither on
+the load of the machine nor on the link. Writes a table and a picture; `--draw FILE.md` only draws
+the picture of an existing table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.hosts import hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "codec_losses.md"
 RANKS, HOSTS, PORT, LAST, LR = 4, 2, 29410, 50, 3e-3
-# By size: its name, its shape, the learning rate that it takes, and the sequences of a rank's batch
+# By size: its name, its shape, its learning rate, and the sequences in a rank's batch.
 MODELS = {
     "tiny": ("the tiny model", SIZES["tiny"], 1e-3, 16),
     "main": ("the main job's model", SIZES["main"], LR, 1),
@@ -53,7 +53,7 @@ MODELS = {
 }
 GRADIENTS, WEIGHTS = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
 DIFFERENCES = {"weights": {"bits": 4, "difference": True}, "gradients": {"bits": 4}}
-# Other bits, no other numbers: what rounding alone does after some steps
+# Only rounding differs from the plain run.
 FLAT = "plain, in another order of sums"
 CODECS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -71,24 +71,24 @@ CODECS: dict[str, dict[str, Any]] = {
     "AdamW without clipping": {"stage": 1},
     "OneBitAdam": {"stage": 1},
 }
-UNCLIPPED = ("AdamW without clipping", "OneBitAdam")  # what the last is compared with, and itself
+UNCLIPPED = ("AdamW without clipping", "OneBitAdam")  # the baseline of OneBitAdam, and OneBitAdam
 LABELS = {
     "AdamW without clipping": "AdamW at stage 1, without clipping",
     "OneBitAdam": "OneBitAdam (above AdamW without clipping)",
 }
-BOUND = 0.01  # nats per byte, of the seeds' mean
+BOUND = 0.01  # nats per byte, mean of the seeds
 ONE_BIT_BOUND = 0.02
 
 
 def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
-    """The loss of each step, the mean of all ranks."""
+    """Return the loss of each step, averaged over ranks."""
     torch.manual_seed(seed)
     _, shape, rate, batch = MODELS[size]
     zero = CODECS[codec]
-    if zero:  # every matrix is coded, however small the model
+    if zero:  # every matrix uses the codec, even in a small model
         zero = zero | {"compression": zero.get("compression", {}) | {"min_numel": 0}}
     model = GPT(shape)
-    # A second moment that is frozen is to be a long mean
+    # A frozen second moment should average over many steps.
     beta2 = 0.999 if codec in UNCLIPPED else 0.95
     hypers: dict[str, Any] = {"lr": rate, "betas": [0.9, beta2], "weight_decay": 0.1}
     if codec == "OneBitAdam":
@@ -108,7 +108,7 @@ def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
         },
         "ranks_per_host": 1
         if codec in (FLAT, UNCLIPPED[0])
-        else None,  # OneBitAdam takes 1 by itself
+        else None,  # OneBitAdam uses 1 by default
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
     }
     engine = dz.initialize(model=model, config=config)[0]
@@ -129,7 +129,7 @@ def train(codec: str, seed: int, steps: int, size: str) -> list[float]:
 
 
 def be_a_rank(given: argparse.Namespace) -> None:
-    """Train with every codec and seed, in turn; rank 0 prints a line of JSON for each."""
+    """Train with every codec and seed; rank 0 prints a line of JSON for each."""
     torch.set_num_threads(1)
     dz.init_distributed()
     for seed in range(given.seeds):
@@ -140,7 +140,7 @@ def be_a_rank(given: argparse.Namespace) -> None:
 
 
 def run(given: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """By codec and seed, the losses of the steps."""
+    """Return the losses of the steps by codec and seed."""
     with hosts(HOSTS) as pair:
         arguments = ["--steps", given.steps, "--seeds", given.seeds, "--size", given.size]
         arguments += [word for codec in given.only for word in ("--only", codec)]
@@ -158,7 +158,7 @@ def last(losses: list[float]) -> float:
 
 
 def table(found: dict[str, list[list[float]]], steps: int, size: str) -> str:
-    """The page."""
+    """Return the page."""
     name, shape, *_ = MODELS[size]
     numel = sum(param.numel() for param in GPT(shape).parameters())
     plain = [last(losses) for losses in found.get("plain", found[next(iter(found))])]

@@ -1,13 +1,13 @@
-"""What codecs take and what they save: kernels beside a copy of memory, and a reduction over a
+"""Measure the cost and the gain of codecs: kernels against a memory copy, and a reduction over a
 limited link.
 
     python -m benchmarks.codecs                          # as root, a minute
     python -m benchmarks.codecs --rates 100mbit --rounds 3
 
-Kernels run on one thread over a buffer that no cache holds, in turns with the copy, in the thread's
-own time, medians of the rounds.  The reduction is the library's own (`move` from partial to
-sharded) of one flat gradient, between two ranks on two hosts made of this machine
-(`tests/hosts.py`) with gloo between them, in turns with bf16; the slower rank counts.
+Kernels run on one thread over a buffer larger than the caches, alternating with the copy. Their
+times are medians of the thread's CPU time. The reduction is the library's own (`move` from partial
+to sharded) on one flat gradient. It runs over gloo between two ranks on two hosts made of this
+machine (`tests/hosts.py`), alternating with bf16. The slower rank counts.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def kernels(rounds: int) -> dict[str, float]:
 
 
 def be_a_rank(rounds: int) -> None:
-    """Reduce with every wire in turn; rank 0 prints seconds and bytes."""
+    """Reduce with every wire format in turn; rank 0 prints seconds and bytes."""
     dist.init_process_group("gloo", init_method="env://")
     torch.set_num_threads(1)
     comm = Comm(torch.device("cpu"), transport="gloo").lay_out(
@@ -114,7 +114,7 @@ def be_a_rank(rounds: int) -> None:
 
 
 def over_a_link(rate: str, rounds: int) -> dict[str, list[float]]:
-    """Return seconds and bytes of a rank by wire, between two hosts."""
+    """Return a rank's seconds and bytes by wire format, between two hosts."""
     with hosts(2, rate) as pair:
         said = run_ranks("benchmarks.codecs", pair, PORT, ["--rounds", rounds], timeout=600)
     found: dict[str, list[float]] = json.loads(said.splitlines()[-1])

@@ -1,13 +1,12 @@
-"""A cut between two hosts: after how many seconds each system says so, and whom it names.
+"""Cut the connection of two hosts: when does each system report it, and which host does it name?
 
     python -m benchmarks.cut                                # as root, six minutes
     python -m benchmarks.cut --rounds 1 --timeout 20 --out /tmp/cut.md    # a look
 
-Two hosts of namespaces (`tests/hosts.py`) with one rank each train a small model over gloo; when
-both have taken five steps, the switch takes every packet of one host no further, and nobody is
-told.  DDP and FSDP2 know a cut by gloo's time limit alone, 30 minutes unless a program says less:
-here they are given `--timeout`, since nobody would wait that long.  This library goes by evidence,
-and waits for a busy rank as long as it takes.
+Two hosts of namespaces (`tests/hosts.py`) with one rank each train a small model over gloo. After
+five steps the switch drops every packet of one host without any error. DDP and FSDP2 notice a cut
+only by gloo's timeout, 30 minutes by default; here it is `--timeout`, to save time. This library
+detects the cut by heartbeats and waits for a busy rank as long as necessary.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from tests.hosts import Host, Process, free_port, hosts
 
 RESULTS = Path(__file__).parent / "results" / "cut.md"
 WIDTH, LAYERS, STEPS = 64, 3, 5
-FAREWELL_SECONDS = 60.0  # over a system's own limit
+FAREWELL_SECONDS = 60.0  # more than a system's own limit
 Step = Callable[[Tensor], None]
 
 
@@ -82,16 +81,14 @@ SYSTEMS = {"deepseek_zero": ours, "DDP": ddp, "FSDP2": fsdp2}
 
 
 class End(NamedTuple):
-    """What one host's rank said of a cut.  after: seconds from it; None: nothing, for long after
-    the limit.
-    """
+    """The report of one host's rank. after: seconds since the cut; None if there was no report."""
 
     after: float | None
     words: str
 
 
 def be_a_rank(name: str, timeout: float) -> None:
-    """Train until something is wrong, and say what."""
+    """Train until an error occurs and print it."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     said = ""
@@ -107,11 +104,11 @@ def be_a_rank(name: str, timeout: float) -> None:
         said = f"{type(error).__name__}: {error}"
     sys.stdout.write(f"end {time.monotonic()} {said.splitlines()[0][:300]}\n")
     sys.stdout.flush()
-    os._exit(1)  # what waits for the other host in threads is not to be waited for
+    os._exit(1)  # threads that wait for the other host must not delay the exit
 
 
 def cut_once(name: str, pair: list[Host], options: argparse.Namespace) -> list[End]:
-    """Let a system train on two hosts, cut them, and return what each host's rank said."""
+    """Let a system train on two hosts, cut them, and return the report of each host's rank."""
     world = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "1",
@@ -162,8 +159,10 @@ def _end(rank: Process, began: float, seconds: float) -> End:
 
 
 def row(name: str, ends: list[list[End]], options: argparse.Namespace) -> str:
-    """One system's line: the median and the worst of both hosts, whether each named the other, and
-    its words.
+    """Return the row of one system.
+
+    It has the median and the maximum over both hosts, whether each host named the other, and the
+    message.
     """
     taken = [end.after for pair in ends for end in pair if end.after is not None]
     mute = sum(end.after is None for pair in ends for end in pair)
@@ -176,7 +175,7 @@ def row(name: str, ends: list[list[End]], options: argparse.Namespace) -> str:
         else f"{options.timeout:g} s of waiting"
     )
     times = f"{statistics.median(taken):.1f} s, {max(taken):.1f} s" if taken else "never"
-    # Without a line of somebody's source
+    # without log prefixes of source locations
     words = re.sub(r"\[[^]]*\] ", "", ends[0][0].words.replace("|", "/"))
     return f"| {name} | {limit} | {times} | {mute} | {named} of {2 * len(ends)} | `{words[:160]}` |"
 

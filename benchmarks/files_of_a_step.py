@@ -1,11 +1,11 @@
-"""Which files of the library one training step runs through: two ranks, stage 3, bf16, every state
-on a disk.
+"""List the files of the library that one training step runs through, at stage 3 in bf16 with all
+states on disk.
 
     OMP_NUM_THREADS=1 deepseek-zero run --nproc 2 benchmarks/files_of_a_step.py
 
-Prints a line for each file whose functions ran on rank 0 in two steps after the first three, in any
-thread, and how many functions.  It uses public names only, so that it runs over an older checkout
-too (PYTHONPATH=OTHER/src).
+Runs two ranks. Prints a line for each file whose functions ran on rank 0, in any thread, during two
+steps after the first three, with the number of functions. It uses only public names, so it also
+runs with an older checkout (PYTHONPATH=OTHER/src).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import deepseek_zero
 
 
 class Block(nn.Module):
-    """A residual block, repeated: one unit each."""
+    """A residual block, which is one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, four blocks, a head."""
+    """An embedding, four blocks and a head."""
 
     def __init__(self) -> None:
         super().__init__()

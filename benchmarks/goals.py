@@ -1,4 +1,4 @@
-"""The goals of the benchmark, on two cores with GPT-125M, and whether a results file meets them."""
+"""The goals of the benchmark on two cores with GPT-125M, and a check of a results file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Measure = Callable[[Summary, Summary | None], float | None]  # of the 125m cell 
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure and its bounds.  at_least: the figure must not be below; otherwise not above."""
+    """A figure and its bound. at_least: the bound is a minimum, otherwise a maximum."""
 
     what: str
     bounds: Mapping[str, float]
@@ -28,7 +28,7 @@ class Goal:
 
 
 def show(value: float) -> str:
-    """A figure with the digits its size deserves."""
+    """Format a figure with digits that depend on its size."""
     if 0 < abs(value) < 0.01:
         return f"{value:.0e}".replace("e-0", "e-")
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2f}".rstrip("0").rstrip(".")
@@ -117,7 +117,7 @@ GOALS = [
 
 
 def goal_table(summaries: Mapping[str, Summary]) -> list[str]:
-    """Markdown: goal, measured and verdict for bf16 and fp32; `summaries` by the cell's name."""
+    """Return a Markdown table of goals, measured values and results. summaries: by cell name."""
     lines = [
         "| goal | bf16 | measured | met | fp32 | measured | met |",
         "|---|--:|--:|:-:|--:|--:|:-:|",

@@ -1,11 +1,10 @@
-"""What grows: a step over the floor with the number of ranks, and the cost of a unit with the
-number of units.
+"""Measure how the step time grows with the number of ranks, and the cost per unit with the number
+of units.
 
     make bench-growth
 
-Stage 3 and the floor at 2, 3 and 4 ranks (each against as many silent ranks), and on 2 ranks with 8
-to 96 layers of width 256.  Both lines ought to be flat.  Leaves growth.json, growth.md and
-growth.png in results/.
+Compares stage 3 with the floor on 2, 3 and 4 ranks, and on 2 ranks with 8 to 96 layers of width
+256. Both lines should be flat. Writes growth.json, growth.md and growth.png in results/.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LAYERS, WIDTH = (8, 16, 32, 64, 96), 256
 
 @dataclass(frozen=True)
 class Point:
-    """One place on a line.  per_unit: seconds over the floor for each layer."""
+    """One point of a line. per_unit: seconds over the floor per layer."""
 
     at: int
     floor: float
@@ -55,7 +54,7 @@ class Point:
 
 
 def runs_of(rounds: int, steps: int, small: bool) -> list[Run]:
-    """Every point once a round, floor and system in turn."""
+    """Return the runs of every point, once per round, floor and system in turn."""
     places = (
         [("2x64-fp32", ranks) for ranks in RANKS]
         if small
@@ -75,7 +74,7 @@ def depth(layers: int) -> Cell:
 
 
 def points_by_ranks(runs: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """Of the cell that was run with other numbers of ranks than two."""
+    """Return the points of the cell that was run with different numbers of ranks."""
     cells = {run["cell"] for run in runs if run["ranks"] != 2}
     found = [_point(name, ranks, runs, ranks) for name in cells for ranks in RANKS]
     return [point for point in found if point is not None]
@@ -97,7 +96,7 @@ def _point(name: str, ranks: int, runs: Sequence[Mapping[str, Any]], at: int) ->
 
 
 def write_growth(results: Path) -> list[Path]:
-    """growth.md and growth.png beside growth.json; all three."""
+    """Write growth.md and growth.png next to growth.json; return all three paths."""
     content = read(results)
     ranks, layers = points_by_ranks(content["runs"]), points_by_layers(content["runs"])
     page, picture = results.with_suffix(".md"), results.with_suffix(".png")

@@ -1,10 +1,10 @@
-"""Draw what an accelerator, its copies and its host do with the optimizer on the host.
+"""Draw the timeline of an accelerator, its copies and its host, with the optimizer on the host.
 
     .venv/bin/python -m benchmarks.host_schedule    # needs g++, and PyTorch without CUDA
 
-The order of all work, and what waits for what, is recorded on the test device of `tests/toy`: stage
-3, clipping, six units, from a backward to the next one. How long work takes is assumed (`FORWARD`
-and the next lines), in the range of one H200 with 16 cores and a model of 3.15B parameters. Writes
+The order of all operations and their dependencies are recorded on the test device of `tests/toy`:
+stage 3, clipping, six units, from one backward to the next. Durations are assumed (`FORWARD` and
+the next lines) in the range of one H200 with 16 cores and a model of 3.15B parameters. Writes
 results/host_schedule.png.
 """
 
@@ -126,7 +126,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    if toy.LIBRARY_VARIABLE not in os.environ:  # the process has the device from its start
+    # start again, because the device must be registered when the process starts
+    if toy.LIBRARY_VARIABLE not in os.environ:
         environment = {**os.environ, toy.LIBRARY_VARIABLE: toy.build(), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "benchmarks.host_schedule", *sys.argv[1:]]
         raise SystemExit(subprocess.run(command, env=environment, check=False).returncode)

@@ -1,16 +1,15 @@
-"""A model larger than the memory it is trained in: two billion parameters, everything on a disk, in
-a few gigabytes.
+"""Train a model that is larger than the memory limit: two billion parameters on disk, in a few GB.
 
     # 2B parameters, 2 ranks, 3 steps, in a memory control group (root)
     python -m benchmarks.huge
     # a quick look, without one
     python -m benchmarks.huge --layers 2 --width 256 --steps 2 --limit-gib 0
 
-The model is built on the meta device and never exists in memory.  Reports the seconds of each step
-against its schedule bound (backward and the larger of state traffic, at the speed of a plain copy
-in the same run, and a forward), and the largest memory of all ranks together: as the control group
-counts it, page cache included, and as PSS.  Checks first that the disk has the room.  Leaves
-results/huge.md.
+The model is built on the meta device and never exists in memory. Reports the seconds of each step
+against its schedule bound. The bound is the backward, plus the larger of a forward and the state
+traffic at the speed of a plain copy in the same run. Also reports the peak memory of all ranks: as
+counted by the control group, including the page cache, and as PSS. Checks first that the disk has
+enough space. Writes results/huge.md.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import psutil
 import torch
 from torch.utils.checkpoint import checkpoint
 
-# The ranks are started as a file, by a launcher
+# A launcher starts the ranks as a file.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import deepseek_zero as dz
@@ -43,19 +42,22 @@ from benchmarks.probes import machine
 from benchmarks.tiers import copy_rate, described, job_of, offloading_engine
 
 RESULTS = Path(__file__).parent / "results" / "huge.md"
-MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; version 2 has one tree for all
+# version 1; version 2 has one tree for all controllers
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 GIB = 1 << 30
 ONE_UNIT_AHEAD = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 1}
-# Bytes of a parameter on the disk, over all ranks: weight, gradient, two moments, what bf16 lacks
-# of a master.
+# Bytes per parameter on disk, over all ranks: weight, gradient, two moments, and the lower half of
+# the main weight for bf16.
 DISK_BYTES = {"fp32": 4 + 4 + 8, "bf16": 2 + 2 + 8 + 2}
 
 
-# -- a rank
+# -- code of a rank
 
 
 def train(options: argparse.Namespace) -> None:
-    """One rank: build on the meta device, train, tell rank 0's story as JSON on the last line."""
+    """Run one rank: build on the meta device and train; rank 0 prints its results as JSON at the
+    end.
+    """
     torch.set_num_threads(1)
     dz.init_distributed()
     job = job_of(Cell(f"{options.layers}x{options.width}", options.dtype))
@@ -109,12 +111,13 @@ def train(options: argparse.Namespace) -> None:
         Path(options.story).write_text(json.dumps(story))
 
 
-# -- the parent
+# -- code of the parent
 
 
 class Memory:
-    """The largest memory of a process and its children: by a control group where one can be made,
-    and by PSS.
+    """The peak memory of a process and its children.
+
+    Measured by a control group if one can be created, and as PSS.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -128,12 +131,12 @@ class Memory:
             self.group = group
 
     def enter(self) -> None:
-        """In the child, before it becomes the launcher."""
+        """Join the control group, in the child before it becomes the launcher."""
         if self.group is not None:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
     def watch(self, root: int) -> None:
-        """Add the PSS of all descendants up, now and then."""
+        """Sum the PSS of all descendants periodically."""
         while not self._over.wait(1.0):
             total = 0
             with suppress(psutil.Error):
@@ -144,7 +147,7 @@ class Memory:
             self.largest_pss = max(self.largest_pss, total)
 
     def end(self) -> int:
-        """Bytes the group held at most; 0 without one."""
+        """Return the peak bytes of the control group, or 0 without one."""
         self._over.set()
         if self.group is None:
             return 0
@@ -216,7 +219,7 @@ def report(
     pss: int,
     about: str,
 ) -> str:
-    """The page."""
+    """Return the page."""
     rate = sorted(story["rates"])[len(story["rates"]) // 2]
     step = sorted(story["steps"][1:])[len(story["steps"][1:]) // 2]
     traffic, seconds = (story["read"] + story["written"]) / rate, story["seconds"]

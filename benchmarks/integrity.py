@@ -1,14 +1,14 @@
-"""What it costs to compare memory with what it should be: a step with `integrity` over a step
-without it.
+"""Measure the cost of integrity checks of memory: a step with `integrity` against a step without
+it.
 
     # GPT-30M in fp32 and bf16, ten minutes
     deepseek-zero run --nproc 2 benchmarks/integrity.py
     deepseek-zero run --nproc 2 benchmarks/integrity.py --cells tiny-fp32 --steps 3 --out /tmp/a.md
 
-An engine that compares at every step and one that never does take the same batch in turn, in the
-same processes; the difference of a pair is what one comparison costs, and a hundredth of it what it
-costs every hundred steps, the default. The floor beside it is one reading of what this rank holds,
-at the rate at which this core reads.
+An engine that checks at every step and one that never checks take the same batch in turn, in the
+same processes. The difference of a pair is the cost of one check, and a hundredth of it is the cost
+per step at the default interval of 100. The lower bound is one read of this rank's states at the
+read bandwidth of this core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file by a launcher
 
 import deepseek_zero as dz
 from benchmarks.cells import Cell
@@ -36,12 +36,12 @@ from deepseek_zero.base.checksums import block_sums
 
 RESULTS = Path(__file__).parent / "results" / "integrity.md"
 CELLS = "30m-fp32,30m-bf16"
-EVERY = 100  # steps, by default
+EVERY = 100  # default interval in steps
 READ_BYTES = 1 << 28
 
 
 def held(engine: Any) -> int:
-    """Bytes of which a comparison takes sums, gathered weights aside."""
+    """Return the bytes that a check sums, without gathered weights."""
     return sum(values.nbytes for _, values in engine.parts.integrity._states())
 
 
@@ -56,7 +56,7 @@ def seconds_a_byte() -> float:
 
 
 def race(job: Job, steps: int) -> list[str]:
-    """The rows of one cell, a stage each."""
+    """Return the rows of one cell, one per stage."""
     batches, rows = Batches(job.cell, job.size, job.rank, job.size), []
     for stage in (0, 1, 2, 3):
         pair = [

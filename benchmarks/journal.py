@@ -1,8 +1,7 @@
-"""The results file: every run as one line of JSON, with the code and the machine they are true for.
+"""The results file: one line of JSON per run, with the code and the machine that produced it.
 
-Written after each run, so that an interrupted benchmark goes on where it stopped.  Runs of other
-code or of another
-machine are never mixed with new ones: they are moved to runs/bench/.
+It is written after each run, so that an interrupted benchmark can continue. Runs of other code or
+of another machine are never mixed with new ones: they are moved to runs/bench/.
 """
 
 from __future__ import annotations
@@ -18,16 +17,14 @@ from typing import Any
 from .probes import machine
 from .systems import ROOT
 
-# What decides a figure.  Plans, tables and plots may change without making a measurement untrue.
+# Files that affect measurements. Changes to plans, tables and plots do not invalidate a run.
 MEASURED = ["src/deepseek_zero", "benchmarks/systems"]
 MEASURED += [f"benchmarks/{name}.py" for name in ("cells", "launch", "model", "probes", "worker")]
 ASIDE = ROOT / "runs" / "bench"
 
 
 class Journal:
-    """Runs of this code on this machine.  `moved`: where an older file went, None if there was
-    none.
-    """
+    """The runs of this code on this machine. moved: new path of an older file, or None."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.moved = path, None
@@ -41,7 +38,7 @@ class Journal:
             return
         found = read(path)
         if all(found["about"].get(key) == self.about[key] for key in ("code", "machine")):
-            # What failed gets another chance
+            # run failed runs again
             self.runs = [run for run in found["runs"] if "failed" not in run]
         else:
             self.moved = (
@@ -57,19 +54,19 @@ class Journal:
         self.note(date=str(date.today()))
 
     def note(self, **facts: Any) -> None:
-        """Record what is true for all runs."""
+        """Record facts that apply to all runs."""
         self.about |= facts
         write(self.path, {"about": self.about, "runs": self.runs})
 
 
 def read(path: Path) -> dict[str, Any]:
-    """{"about": ..., "runs": [...]}."""
+    """Return {"about": ..., "runs": [...]}."""
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """One run a line, so that a difference between two versions of the file can be read."""
+    """Write one run per line, so that diffs between versions are readable."""
     lines = ",\n".join(json.dumps(run) for run in content["runs"])
     text = f'{{"about": {json.dumps(content["about"])},\n"runs": [\n{lines}\n]}}\n'
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +76,7 @@ def write(path: Path, content: dict[str, Any]) -> None:
 
 
 def fingerprint(root: Path) -> str:
-    """A digest of all that is measured."""
+    """Return a digest of all measured code."""
     digest = hashlib.sha256()
     for place in MEASURED:
         path = root / place
@@ -91,7 +88,7 @@ def fingerprint(root: Path) -> str:
 
 
 def commit(root: Path) -> str:
-    """The commit checked out, and whether what is measured differs from it."""
+    """Return the current commit, and whether measured files differ from it."""
     try:
         name = _git(root, "rev-parse", "--short=10", "HEAD")
         return name + (

@@ -1,9 +1,9 @@
-"""Starts the ranks of one run, waits for them, and makes one record of what they report.
+"""Start the ranks of one run, wait for them, and merge their reports into one record.
 
     python -m benchmarks.launch tiny-fp32 ours-3   # one short run of one system, its record as JSON
 
-A run that fails or takes too long becomes a record that says why; its processes are killed with all
-they started.
+A run that fails or takes too long becomes a record with the reason. All of its processes are
+killed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from .systems import ROOT, SYSTEMS
 from .worker import Task
 
 Record = dict[str, Any]
-GRACE_SECONDS = 5.0  # for the other ranks to end by themselves, and say why, once one has failed
-# One thread per rank; glibc gives freed memory back at once only where memory is measured, since
-# that costs time.
+GRACE_SECONDS = 5.0  # for the other ranks to end and report their errors after one has failed
+# One thread per rank. glibc returns freed memory immediately only in memory runs, because that
+# takes time.
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# Every system's modules are compiled once, as after an install
+# Modules of every system are compiled once, as after an installation.
 WARM = {"PYTHONDONTWRITEBYTECODE": ""}
 TRIM = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What to run: a system in a cell, on so many ranks, for `steps` steps after the first."""
+    """A run of a system in a cell, on `ranks` ranks, with `steps` steps after the first."""
 
     cell: str
     system: str
@@ -52,7 +52,7 @@ class Run:
 
 
 def launch(run: Run) -> Record:
-    """The record of one run; never raises for what happens inside it."""
+    """Return the record of one run. Errors inside the run do not raise."""
     record: Record = {
         "cell": run.cell,
         "system": run.system,
@@ -81,8 +81,9 @@ def launch(run: Run) -> Record:
 
 
 def merge(reports: list[dict[str, Any]]) -> Record:
-    """One record of all ranks: times and losses are means, since ranks share a step; start-up and
-    memory the worst.
+    """Merge the reports of all ranks.
+
+    Times and losses are means, because ranks step together. Start-up and memory are maxima.
     """
     merged: Record = {
         "losses": _means([report["losses"] for report in reports]),
@@ -126,7 +127,7 @@ def _start(run: Run, folder: Path) -> list[subprocess.Popen[bytes]]:
     world |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     started = []
     for rank in range(processes):
-        # Each rank on a core of its own where there are enough; the same for every system.
+        # One core per rank if there are enough cores, for every system.
         core = cores[rank] if run.ranks <= len(cores) else None
         out = str(folder / f"{rank}.json")
         task = Task(run.cell, run.system, run.kind, run.steps, rank, run.ranks, core, out)
@@ -147,7 +148,7 @@ def _start(run: Run, folder: Path) -> list[subprocess.Popen[bytes]]:
 
 
 def deepspeed_environment() -> dict[str, str]:
-    """Its own tools first (it calls ninja by name), and its compiled operators beside it."""
+    """Return variables that put DeepSpeed's tools (ninja) and compiled operators first."""
     home = Path(SYSTEMS["deepspeed-3"].python).parent
     path = f"{home}{os.pathsep}{os.environ.get('PATH', '')}"
     return {
@@ -164,7 +165,7 @@ def _free_port() -> int:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> str | None:
-    """None once every rank has ended well, else what went wrong."""
+    """Return None if every rank succeeded, else the error."""
     deadline, failure = time.monotonic() + timeout, None
     while True:
         codes = [process.poll() for process in processes]
@@ -188,15 +189,15 @@ def _first_failure(codes: list[int | None]) -> str | None:
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End every rank and what it started: each leads a group of its own."""
+    """Kill every rank with all its processes: each rank leads a process group."""
     for process in processes:
-        with suppress(ProcessLookupError):  # it and all it started have ended
+        with suppress(ProcessLookupError):  # the group has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _last_error(folder: Path) -> str:
-    """The last line of the first rank that has an error to tell."""
+    """Return the last line of the first rank that has logged an error."""
     logs = [
         path.read_text(errors="replace").strip().splitlines()
         for path in sorted(folder.glob("*.log"))

@@ -1,14 +1,17 @@
-"""A link between two hosts: what of it an exchange of two ranks uses, over gloo and over our own
-sockets.
+"""Measure the share of a link between two hosts that an exchange of two ranks uses, over gloo and
+over our sockets.
 
     python -m benchmarks.link                                    # as root, three minutes
     python -m benchmarks.link --rates 100mbit,unlimited --out link.md
 
-The hosts are namespaces of this machine (`tests/hosts.py`), the link is a pair of veth devices that
-`tc tbf` limits at both ends.  Both ranks send and receive all the time.  "gloo" is the library's
-own transport over it (`Gloo.exchange`), "sends first" is gloo's messages in the order that it had
-before, "sockets" is `"transport": "tcp"` (`Tcp.exchange`). All take turns in one run; medians of
-the rounds.  A share of 100 % is the rate in bytes of data, each way: headers alone take 4 % of it.
+The hosts are namespaces of this machine (`tests/hosts.py`). The link is a pair of veth devices that
+`tc tbf` limits at both ends. Both ranks send and receive all the time. "gloo" is the library's
+transport over gloo (`Gloo.exchange`), "sends first" posts gloo's messages in an older order,
+"sockets" is `"transport": "tcp"` (`Tcp.exchange`). All take turns in one run; figures are medians
+of the rounds. A share of 100 % means payload bytes at the full rate in each direction; headers take
+4 % of the rate. A second table, with one and with two ranks on each host, has an all-gather of one
+flat tensor (hierarchical with two ranks per host) and an all-gather of one row per rank, next to
+the round trip time of one byte.
 
 Behind it, with one rank and with two on each host: a gather of one flat tensor (by host, where
 there are two), and a table of a row of every rank, beside the time that one byte takes there and
@@ -45,21 +48,22 @@ RESULTS = Path(__file__).parent / "results" / "link.md"
 RATES = ("100mbit", "1gbit", "unlimited")
 WAYS = ("sockets", "gloo", "sends first")
 MIB = 1 << 20
-SHAPES = ((8 * MIB, 1), (MIB, 8), (64 * MIB, 1))  # bytes of a message, messages under way
-MOST_SECONDS = 2.0  # that a round may take at the rate
+SHAPES = ((8 * MIB, 1), (MIB, 8), (64 * MIB, 1))  # bytes of a message, messages in flight
+MOST_SECONDS = 2.0  # limit for a round at the given rate
 PORT, ROUNDS, HOSTS = 29400, 5, 2
 COLLECTIVES_RATE, GATHERED = "1gbit", 16 * MIB  # elements of fp32
-COLLECTIVES_BY = {"fastest": "gloo", "tcp": "sockets"}  # by transport, what goes between the hosts
-# Tables of rows one behind another in a chain; bytes there and back
+# transport between hosts, by name of the setting
+COLLECTIVES_BY = {"fastest": "gloo", "tcp": "sockets"}
+# Consecutive row all-gathers in a chain; round trips of one byte.
 CHAINS, TABLES, TRIPS = (30, 20, 300)
 
 
 def nothing(received: object) -> None:
-    """Leave what came in its box."""
+    """Ignore the received message."""
 
 
 class Sends:
-    """Messages between two ranks over one world, each under a number of its own."""
+    """Exchange messages between two ranks of a world, each with a separate sequence number."""
 
     def __init__(self) -> None:
         world = WorldContext.of_this_world()
@@ -68,7 +72,7 @@ class Sends:
         self.transports = {"gloo": world.gloo, "sockets": world.tcp_over(world.ranks)}
 
     def send(self, way: str, out: list[Tensor], into: list[Tensor]) -> None:
-        """Exchange as one of WAYS does, and wait for all."""
+        """Exchange with one of WAYS and wait for all messages."""
         if way == "sends first":
             self.sends_first(out, into)
         else:
@@ -85,7 +89,7 @@ class Sends:
                 try:
                     wait()
                     break
-                except TimeoutError:  # a wait of ours is asked now and then whether to go on
+                except TimeoutError:  # the wait raises periodically so that the caller can give up
                     continue
 
     def sends_first(self, out: list[Tensor], into: list[Tensor]) -> None:
@@ -98,7 +102,7 @@ class Sends:
 
 
 def shapes_at(rate: str) -> list[tuple[int, int]]:
-    """Return the shapes of which a round does not take too long."""
+    """Return the shapes whose rounds do not take too long."""
     if rate == "unlimited":
         return list(SHAPES)
     return [
@@ -107,9 +111,7 @@ def shapes_at(rate: str) -> list[tuple[int, int]]:
 
 
 def measure(rate: str, rounds: int) -> None:
-    """Print, on rank 0, seconds by way and shape: the median round, in which the slower rank
-    counts.
-    """
+    """Print on rank 0 the median seconds by transport and shape; the slower rank counts."""
     dist.init_process_group("gloo", init_method="env://")
     ways, taken = Sends(), dict[str, list[float]]()
     for turn in range(rounds + 1):
@@ -123,7 +125,7 @@ def measure(rate: str, rounds: int) -> None:
                 seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
                 dist.all_reduce(seconds, dist.ReduceOp.MAX)
                 assert all(bool((box == turn).all()) for box in into)
-                if turn:  # the first one opens connections
+                if turn:  # the first round opens connections
                     taken.setdefault(f"{name}/{nbytes}/{count}", []).append(float(seconds))
     if dist.get_rank() == 0:
         print(
@@ -135,9 +137,7 @@ def measure(rate: str, rounds: int) -> None:
 
 
 def round_trip(rank: int, times: int) -> float:
-    """Return the median seconds of one byte from rank 0 to the last rank and back; 0 on the
-    others.
-    """
+    """Return the median seconds of a round trip from rank 0 to the last rank; 0 on other ranks."""
     there, port, taken = dist.get_world_size() - 1, PORT + 50, []
     if rank == there:
         with socket.create_server(("", port)) as listener:
@@ -160,14 +160,15 @@ def round_trip(rank: int, times: int) -> float:
 
 
 def last_address() -> str:
-    """Return the address of the last host: they are numbered from 1 on, one each."""
+    """Return the address of the last host; hosts are numbered from 1."""
     net, _, _ = os.environ["MASTER_ADDR"].rpartition(".")
     return f"{net}.{HOSTS}"
 
 
 def measure_collectives(rounds: int, transport: str) -> None:
-    """Print, on rank 0, the median seconds of a gather, of a table of rows, of its own CPU in one,
-    of torch's sum, and of a round trip.
+    """Print on rank 0 the median seconds of each collective.
+
+    These are an all-gather, a row all-gather, its CPU time, torch's all-reduce, and a round trip.
     """
     dz.init_distributed()
     torch.set_num_threads(1)
@@ -200,7 +201,8 @@ def measure_collectives(rounds: int, transport: str) -> None:
     for _ in range(CHAINS):
         began = time.process_time()
         rows.append(slowest(tables) / TABLES)
-        busy.append((time.process_time() - began) / TABLES)  # with a sum of torch's, one of 21
+        # includes the all-reduce in `slowest`, one of 21 collectives
+        busy.append((time.process_time() - began) / TABLES)
         torchs.append(slowest(sums) / TABLES)
     trip = round_trip(rank, TRIPS)
     if rank == 0:
@@ -212,14 +214,14 @@ def measure_collectives(rounds: int, transport: str) -> None:
 
 
 def slowest(work: Callable[[], object]) -> float:
-    """Return the seconds of some work on the rank that takes longest.  Collective."""
+    """Return the seconds of some work on the slowest rank. Collective."""
     seconds = torch.tensor(seconds_of(work), dtype=torch.float64)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return float(seconds)
 
 
 def run_on(pair: list[Host], rate: str, rounds: int) -> dict[str, float]:
-    """Return what rank 0 measured between two hosts."""
+    """Return the measurements of rank 0 between two hosts."""
     said = run_ranks(
         "benchmarks.link", pair, PORT, ["--rates", rate, "--rounds", rounds], timeout=600
     )
@@ -228,7 +230,7 @@ def run_on(pair: list[Host], rate: str, rounds: int) -> dict[str, float]:
 
 
 def collectives_on(pair: list[Host], each: int, transport: str, rounds: int) -> list[float]:
-    """Return what rank 0 measured with so many ranks on each of two hosts."""
+    """Return the measurements of rank 0 with `each` ranks on each of two hosts."""
     words = ["--collectives", transport, "--rounds", rounds]
     said = run_ranks("benchmarks.link", pair, PORT, words, each=each, timeout=600)
     found: list[float] = json.loads(said.splitlines()[-1])
@@ -236,7 +238,7 @@ def collectives_on(pair: list[Host], each: int, transport: str, rounds: int) -> 
 
 
 def collectives_table(found: dict[tuple[int, str], list[float]]) -> list[str]:
-    """Return the lines of the second part; found: by ranks on a host and transport."""
+    """Return the lines of the second table. found: by ranks per host and transport."""
     lines = [
         "",
         f"A flat tensor of {4 * GATHERED // MIB} MiB gathered over {COLLECTIVES_RATE}; each "

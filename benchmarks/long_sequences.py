@@ -1,20 +1,19 @@
-"""The longest sequence that a small Llama trains on in 3 GiB, one switch of the configuration after
+"""Find the longest sequence that a small Llama trains on in 3 GiB, enabling one option after
 another.
 
     python -m benchmarks.long_sequences                 # half an hour; root, a memory control group
     python -m benchmarks.long_sequences --limit-gib 1 --longest 4096 --out /tmp/long.md
     python -m benchmarks.long_sequences --window null   # without the last row
 
-Each trial is a process of its own in a memory control group: the model at stage 3, a step on a
-short sequence (so that the optimizer has its moments) and one on the sequence in question.  A
-sequence is too long where the kernel ends the process.  Each way is tried at plain's longest
-sequence first, so that there is one length at which all are compared,
-and then at one that is longer: these two say what a token costs, and so how long a sequence should
-be; from there lengths change by an eighth.  The time of dense attention grows with the square of
-the length, so its rows end at `--longest`; what their memory would hold by the cost of a token
-stands beside it.  The last row has the section `sparse_attention` that `--window` says.  `--at
-8192` tells instead what each way holds at that length, without a limit.  Leaves a table, a picture
-and a journal of its trials; run again, it goes on where it stopped.
+Each trial is a separate process in a memory control group. It builds the model at stage 3 and
+trains one step on a short sequence (to create the moments) and one on the tested length. A sequence
+is too long if the kernel kills the process. Each configuration first trains at the longest length
+of `plain`, to compare all at one length, and then at a longer one. These two give the memory per
+token and so an estimate of the longest length. From there lengths change by an eighth. The time of
+dense attention grows with the square of the length, so its rows end at `--longest`; the table also
+has the estimate. The last row uses the section `sparse_attention` given by `--window`. `--at 8192`
+instead prints the memory of each configuration at that length, without a limit. Writes a table, a
+picture and a journal of the trials, from which another run continues.
 """
 
 from __future__ import annotations
@@ -54,13 +53,11 @@ TILE = 512  # tokens
 SHORT = 64
 FIRST = 2048
 GRAIN = 128
-FINEST = 8  # of a length: the gap that is not halved any more
+FINEST = 8  # the search ends if lengths differ by less than 1/8
 
 
 def ways(folder: str, window: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """Return by name what each way says in its configuration; each has what the one before it
-    has.
-    """
+    """Return the configuration sections by name; each one extends the previous one."""
     found: dict[str, dict[str, Any]] = {"plain": {}}
     section: dict[str, Any] = {"policy": "attention"}
     found["ours: + selective recomputation"] = {"activation_checkpointing": dict(section)}
@@ -77,9 +74,7 @@ def ways(folder: str, window: dict[str, Any] | None) -> dict[str, dict[str, Any]
 
 
 def train(length: int, section: dict[str, Any]) -> None:
-    """Train one step on a sequence of so many tokens, after one on a short one; prints what it held
-    and took.
-    """
+    """Train one step on `length` tokens after a short one; print memory and time."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  in the child alone
 
     torch.set_num_threads(1)
@@ -106,8 +101,11 @@ def train(length: int, section: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A sequence that trained.  resident: the most bytes its process held; seconds: of processor
-    time in its step.
+    """A sequence that trained.
+
+    Attributes:
+        resident: Peak bytes of the process.
+        seconds: CPU time of its step.
     """
 
     tokens: int = 0
@@ -116,9 +114,7 @@ class Trial:
 
 
 class Trials:
-    """The trials of one way, and those of a run before: a journal says of each what it took; null:
-    too long.
-    """
+    """The trials of one configuration, including those in the journal (null: too long)."""
 
     def __init__(self, way: str, section: dict[str, Any], limit: int, journal: Path | None) -> None:
         self.way, self.section, self.limit, self.journal = way, section, limit, journal
@@ -128,7 +124,7 @@ class Trials:
         self.trained: dict[int, Trial] = {}
 
     def of(self, tokens: int) -> Trial | None:
-        """Return what a sequence took; None where it is too long."""
+        """Return the trial of a sequence, or None if it is too long."""
         key = f"{self.way}, {tokens} tokens in {self.limit / GIB:g} GiB"
         if key not in self.known:
             self.known[key] = self._run(tokens)
@@ -140,8 +136,9 @@ class Trials:
         return self.trained.setdefault(tokens, Trial(tokens, **self.known[key]))
 
     def room(self) -> int:
-        """Return the tokens that would fill the limit, by what the two longest sequences held that
-        trained; of a single one its tokens.
+        """Estimate the tokens that fill the limit from the two longest sequences that trained.
+
+        With a single one, returns its length.
         """
         lengths = sorted(self.trained)
         if len(lengths) == 1:
@@ -183,8 +180,9 @@ class Trials:
 
 
 def longest(trials: Trials, start: int, then: int, most: int) -> Trial:
-    """Return the longest sequence that trains, to an eighth, or `most`.  start, then: of the first
-    two trials.
+    """Return the longest sequence that trains, to an eighth, or `most`.
+
+    start, then: lengths of the first two trials.
     """
     first = trials.of(min(start, most))
     if first is None:
@@ -197,9 +195,9 @@ def longest(trials: Trials, start: int, then: int, most: int) -> Trial:
             high = length
         else:
             best = found
-        if high > most:  # nothing was too long yet
+        if high > most:  # no length has been too long yet
             length = min(max(trials.room(), best.tokens + best.tokens // FINEST + GRAIN), most)
-        # From a length that memory foretold there is little to go back, from another one half
+        # The estimate from memory is accurate: go down by at most an eighth, else bisect.
         else:
             length = rounded(max((best.tokens + high) / 2, high * FINEST / (FINEST + 1)))
     return best
@@ -295,8 +293,13 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found of one way.  best: the longest; short: as long as plain's longest; room:
-    tokens by memory; most: the tokens above which nothing was tried.
+    """The results of one configuration.
+
+    Attributes:
+        best: The longest sequence.
+        short: The trial at the longest length of `plain`.
+        room: Estimated tokens that fit.
+        most: The largest length that was tried.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The GPT that every system trains, and the text it is trained on; nothing in it knows of ranks.
+"""The GPT that every system trains, and its text; independent of ranks.
 
-Same seed, so that every system starts from the same fp32 weights; real text, so that a system which
-updates wrongly has other losses within a few steps.
+The fixed seed gives every system the same fp32 weights. Real text makes the losses of a wrong
+update differ within a few steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .cells import CONTEXT, SEQUENCES_PER_RANK, VOCABULARY, Cell, Shape
 
-# Bytes that do not change from one version to the next
+# bytes that do not change between versions
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
 Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, CONTEXT)
 
@@ -45,8 +45,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens and targets in, mean cross-entropy out; learned positions, untied head, torch's own
-    initial values.
+    """Return the mean cross-entropy of tokens and targets.
+
+    The model has learned positions, an untied head and torch's default initialization.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -70,10 +71,14 @@ def build_model(shape: Shape) -> GPT:
 
 
 class Batches:
-    """The micro-batches of each step, as one of `shares` equal parts of the global batch of `ranks`
-    ranks.
+    """The micro-batches of each step, as one of `shares` equal parts of the global batch.
 
-    context: tokens of a sequence.
+    Args:
+        cell: The measured cell.
+        ranks: Number of ranks, which determines the global batch.
+        share: Index of the part.
+        shares: Number of parts.
+        context: Tokens per sequence.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Batches:
         self.share = slice(share * self.sequences // shares, (share + 1) * self.sequences // shares)
 
     def of_step(self, step: int) -> list[Batch]:
-        """Consecutive pieces of the text, from its start again at its end."""
+        """Return consecutive pieces of the text, which repeats from its start."""
         return [
             self._micro_batch(step * self.accumulation + number)
             for number in range(self.accumulation)

@@ -1,13 +1,13 @@
-"""Where the loss of 1-bit Adam comes from: a second moment that is frozen, signs, or how we
-exchange them.
+"""Attribute the loss of 1-bit Adam to the frozen second moment, to signs, or to our way of
+exchanging them.
 
     python -m benchmarks.one_bit_losses                              # an hour on a core
     python -m benchmarks.one_bit_losses --size tiny                  # some minutes
 
-One process does what four ranks would, written from the paper (Tang et al., arXiv 2102.02888,
-algorithm 1) and with nothing of the library's but the learning rates: the main job's model, text
-and seeds, as benchmarks/codec_losses.py has them, so that its OneBitAdam, on four ranks, stands
-beside.  What is compared is the mean loss of the last 50 steps:
+One process simulates four ranks. It follows the paper (Tang et al., arXiv 2102.02888, algorithm 1)
+and uses only the learning rates of the library. Model, text and seeds are those of
+benchmarks/codec_losses.py, so the result of its OneBitAdam on four ranks is comparable. The table
+compares the mean loss of the last 50 steps:
 
     v frozen            momenta are exact, and the second moment stays as it was after a quarter of
                         the steps
@@ -43,7 +43,7 @@ def signs(values: Tensor) -> Tensor:
 
 
 class Exchange:
-    """The momentum of some parameters, which workers send servers as signs and servers send all."""
+    """The momentum of some parameters, which workers and servers exchange as signs."""
 
     def __init__(self, momentum: Tensor) -> None:
         self.momentum = momentum
@@ -51,7 +51,7 @@ class Exchange:
         self.server = torch.zeros_like(momentum)
 
     def step(self, grads: Sequence[Tensor]) -> Tensor:
-        """Return the new momentum; grads: of each worker."""
+        """Return the new momentum. grads: one per worker."""
         sent = []
         for error, grad in zip(self.worker, grads, strict=True):
             error.add_(BETA1 * self.momentum + (1 - BETA1) * grad)
@@ -64,7 +64,7 @@ class Exchange:
 
 
 def parts_of(model: nn.Module, variant: str) -> list[list[nn.Parameter]]:
-    """Return the parameters whose momenta are cut into chunks together."""
+    """Return groups of parameters whose momenta are chunked together."""
     if variant != "signs, by unit":
         return [list(model.parameters())]
     names: dict[str, list[nn.Parameter]] = {}
@@ -80,7 +80,7 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def train(variant: str, size: str, seed: int, steps: int, beta2: float) -> list[float]:
-    """The loss of each step, the mean of all ranks."""
+    """Return the loss of each step, averaged over ranks."""
     torch.manual_seed(seed)
     model, freeze = GPT(SIZES[size]), max(1, steps // 4)
     optimizer = torch.optim.AdamW(
@@ -150,7 +150,7 @@ def update(
     freeze: int,
     beta2: float,
 ) -> None:
-    """Change parameters by a momentum and a second moment that is not changed any more."""
+    """Update parameters with a momentum and a frozen second moment."""
     pieces = momentum.split([param.numel() for param in part])
     for param, state, piece in zip(part, states, pieces, strict=True):
         scale = (state["exp_avg_sq"] / (1 - beta2**freeze)).sqrt() + EPS

@@ -1,13 +1,13 @@
-"""How much of the communication runs beside the computation, by the event log of every rank
+"""Measure how much communication overlaps with computation, from the event log of every rank
 (`engine.timeline`).
 
     deepseek-zero run --nproc 2 benchmarks/overlap.py               # GPT-30M, two minutes
     deepseek-zero run --nproc 2 benchmarks/overlap.py --cell tiny-fp32 --steps 2 --out /tmp/a.md
 
-Stages 2 and 3, through shared memory and through gloo, with `overlap_comm` and without, interleaved
-in one run.  A collective is under way from the call that starts it until its data is here; it is
-hidden while its rank does anything else than wait for it.  Leaves a table (.md) and the backward of
-each setting as a picture (.png).
+Stages 2 and 3, through shared memory and through gloo, with and without `overlap_comm`, interleaved
+in one run. A collective is in progress from the call that starts it until its data has arrived. It
+is hidden while its rank does anything other than wait for it. Writes a table (.md) and a picture of
+each setting's backward (.png).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file by a launcher
 
 import deepseek_zero as dz
 from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell
@@ -43,7 +43,7 @@ RESULTS = Path(__file__).parent / "results" / "overlap.md"
 
 @dataclass
 class Setting:
-    """One engine and what was seen of it.  events: of its last step, seconds from the step's
+    """An engine and its measurements. events: of its last step, in seconds since the step's
     start.
     """
 
@@ -63,7 +63,7 @@ class Setting:
         return f"stage {self.stage}, {self.transport}, overlap {'on' if self.overlap else 'off'}"
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor], *, count: bool) -> None:
-        """One optimizer step with its log."""
+        """Run one optimizer step and record its log."""
         self.engine.runtime.comm.barrier("a step")
         self.began = time.perf_counter()
         with self.engine.timeline() as seen:
@@ -89,7 +89,7 @@ class Setting:
 
 
 def settings_of(cell: Cell) -> list[Setting]:
-    """An engine for each setting.  Collective."""
+    """Return an engine for each setting. Collective."""
     found = []
     for stage, transport, overlap in product((2, 3), ("fastest", "gloo"), (True, False)):
         config = {
@@ -98,8 +98,7 @@ def settings_of(cell: Cell) -> list[Setting]:
             "bf16": {"enabled": cell.dtype == "bf16"},
             "transport": transport,
             "steps_per_print": None,
-            # A window of nothing, so that stage 3 gathers for backward again; prefetching one unit
-            # ahead.
+            # With a window of zero, stage 3 gathers again for backward. It prefetches one unit.
             "zero_optimization": {
                 "stage": stage,
                 "overlap_comm": overlap,
@@ -113,8 +112,8 @@ def settings_of(cell: Cell) -> list[Setting]:
 
 
 def draw(settings: list[Setting], path: Path) -> None:
-    """One line per lane and setting: when collectives were under way, and where their rank stood
-    and waited.
+    """Draw a line per lane and setting with the collectives in progress and the waits of the
+    rank.
     """
     figure = Figure(
         figsize=(PICTURE_WIDTH, 0.45 * len(settings) + 1.2), dpi=160, layout="constrained"

@@ -1,13 +1,13 @@
-"""A step over the floor, with both in the same processes, and where its time goes.
+"""Measure a step over the floor with both in the same processes, and the phases of the step.
 
     # GPT-125M in fp32 and bf16, a quarter of an hour
     deepseek-zero run --nproc 2 benchmarks/paired.py
     deepseek-zero run --nproc 2 benchmarks/paired.py --cells tiny-fp32 --steps 3 --out /tmp/a.md
 
-`make bench` starts every system anew, so what this machine does meanwhile is in its ratios.  Here
-the floor and a stage take the same batch in turn, and each step of ours is divided by the floor's
-step just before it.  The phases are the engine's own (`explain`): they say what a step has beyond
-its floor.
+`make bench` starts a new process for every system, so its ratios include changes of the machine's
+load. Here the floor and a stage take the same batch in turn, and each step of ours is divided by
+the preceding step of the floor. The phases come from the engine (`explain`) and show the time that
+a step takes beyond the floor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file by a launcher
 
 import deepseek_zero as dz
 from benchmarks.cells import Cell
@@ -50,17 +50,17 @@ PHASES = (
 
 @dataclass
 class Racer:
-    """One system and its counted steps.  engine: None of the floor."""
+    """A system and its counted steps. engine: None for the floor."""
 
     name: str
     step: Step
     engine: Any = None
     seconds: list[float] = field(default_factory=list)
-    # Seconds of all counted steps
+    # seconds, summed over the counted steps
     phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def run(self, batches: list[Batch], *, count: bool) -> None:
-        """One step that begins on all ranks together."""
+        """Run one step that all ranks begin together."""
         dist.barrier()
         if self.engine is not None:
             before = self._phases_so_far()
@@ -118,7 +118,7 @@ def floor_racer(job: Job) -> Racer:
 
 
 def stage_racer(job: Job, stage: int, **keys: Any) -> Racer:
-    """An engine of a stage.  keys: of its configuration, beside the cell's."""
+    """Return an engine of a stage. keys: additional configuration keys."""
     zero = {"stage": stage, **(STAGE_3 if stage == 3 else {})}
     config = {**engine_settings(job, zero), "steps_per_print": None, **keys}
     engine, *_ = dz.initialize(model=build_model(job.cell.shape), config=config)
@@ -126,8 +126,9 @@ def stage_racer(job: Job, stage: int, **keys: Any) -> Racer:
 
 
 def race(job: Job, steps: int) -> list[str]:
-    """The rows of one cell: each stage against the floor, one after the other, since all of them
-    fill a memory.
+    """Return the rows of one cell: each stage against the floor.
+
+    Stages run one after another to save memory.
     """
     floor, batches, rows = floor_racer(job), Batches(job.cell, job.size, job.rank, job.size), []
     for stage in range(4):

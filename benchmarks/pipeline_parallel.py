@@ -1,14 +1,13 @@
-"""Pipelines on two ranks: a step over its bubble bound, and the CPU time of an action, beside
-torch's `pipelining`.
+"""Measure pipelines on two ranks: a step over its bubble bound, and the CPU time of an action, next
+to torch's `pipelining`.
 
     deepseek-zero run --nproc 2 benchmarks/pipeline_parallel.py        # three minutes
     deepseek-zero run --nproc 2 benchmarks/pipeline_parallel.py --cells 8x256-fp32 --out /tmp/pp.md
 
-One core for each rank, everything interleaved in one run, minima of the rounds.  `work` is what the
-heavier rank
-computes: its stages' forwards and backwards alone, without messages or waiting.  The bound is work
-x (1 + (P - 1) / (v m)).  An action's time is CPU time: waiting is not in it.  Needs matplotlib.
-Leaves a table and a picture.
+One core per rank, everything interleaved in one run, minima of the rounds. `work` is the
+computation of the slower rank: the forwards and backwards of its stages without messages or
+waiting. The bound is work x (1 + (P - 1) / (v m)). An action's time is CPU time, which excludes
+waiting. Needs matplotlib. Writes a table and a picture.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file by a launcher
 
 from benchmarks.cells import CONTEXT, VOCABULARY, Cell
 from benchmarks.model import GPT, build_model
@@ -48,15 +47,15 @@ from deepseek_zero.pipeline.verify import verify
 RESULTS = Path(__file__).parent / "results" / "pipeline_parallel.md"
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MANY = 8  # micro-batches, of one sequence each
+MANY = 8  # micro-batches of one sequence each
 WAYS = (("1f1b", 1), ("interleaved", 2))
-GOALS = {"1f1b": 1.10, "interleaved": 1.15}  # of a step over its bound
-ACTIONS_CELL = Cell("4x8", "fp32")  # stages that compute next to nothing
+GOALS = {"1f1b": 1.10, "interleaved": 1.15}  # ratio of a step to its bound
+ACTIONS_CELL = Cell("4x8", "fp32")  # stages that compute almost nothing
 PLANNED = (("1f1b", 1), ("interleaved", 4), ("breadth_first", 4))
 
 
 class Part(nn.Module):
-    """Consecutive blocks of the GPT, as torch's stages are written by hand."""
+    """Consecutive blocks of the GPT, a manually written stage for torch."""
 
     def __init__(self, model: GPT, first: int, last: int) -> None:
         super().__init__()
@@ -78,7 +77,7 @@ def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
 
 
 class Contest:
-    """One model under one schedule: ours, torch's, and this rank's work alone."""
+    """A model with one schedule: our step, torch's step, and this rank's computation only."""
 
     def __init__(self, model: GPT, name: str, virtual: int, comm: Comm) -> None:
         ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -119,7 +118,7 @@ class Contest:
         self.torchs.step(*given, **({"target": self.targets, "losses": []} if self.is_last else {}))
 
     def work(self) -> None:
-        """Compute what this rank's stages compute, one behind the other."""
+        """Run the computation of this rank's stages one after another."""
         for micro in self.micro_batches:
             for stage in self.stages:
                 received = (self.carried.detach().requires_grad_(),) if stage.index else ()
@@ -136,11 +135,11 @@ class Contest:
 
 
 def measure(cell: Cell, rounds: int, comm: Comm) -> tuple[list[str], list[Panel]]:
-    """Rows: milliseconds of a step of each, the slower rank's; and their picture."""
+    """Return rows with the milliseconds of a step on the slower rank, and their picture."""
     model = build_model(cell.shape).to(DTYPES[cell.dtype])
     contests = {way: Contest(model, *way, comm) for way in WAYS}
     best: dict[tuple[Any, str], float] = {}
-    for number in range(rounds + 1):  # the first is not counted
+    for number in range(rounds + 1):  # the first round is not counted
         for way, contest in contests.items():
             for name in ("work", "ours", "torch"):
                 contest.forget_grads()
@@ -171,8 +170,9 @@ def measure(cell: Cell, rounds: int, comm: Comm) -> tuple[list[str], list[Panel]
 
 
 def measure_actions(rounds: int, comm: Comm) -> list[str]:
-    """Rows: CPU microseconds of an action beyond the stages' own work, the busier rank's, messages
-    included.
+    """Return rows with the CPU microseconds per action beyond the stages' computation.
+
+    The busier rank counts, including messages.
     """
     model, rows = build_model(ACTIONS_CELL.shape).to(DTYPES[ACTIONS_CELL.dtype]), []
     for way in WAYS:
@@ -197,9 +197,7 @@ def measure_actions(rounds: int, comm: Comm) -> list[str]:
 
 
 def measure_plan(stages: int) -> str:
-    """A row: CPU milliseconds in which one process makes and proves the programs of a pipeline of
-    so many ranks.
-    """
+    """Return a row with the CPU milliseconds to build and verify the schedule of `stages` ranks."""
     took = []
     for name, virtual in PLANNED:
         began = time.process_time()

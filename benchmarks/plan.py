@@ -1,9 +1,9 @@
-"""Which runs to make, in which order and with how many steps, so that they fit the time there is.
+"""Plan the order and the number of steps of the runs that fit into the available time.
 
-Pure functions of what is wanted, what is recorded and how much time is left.  A first pass runs
-every system of a cell once and looks at its memory; further rounds repeat the timed runs in the
-same order (A B C, A B C), so that a machine that drifts drifts for all.  Where time is short, what
-the goals compare goes first and the rest is left out.
+All functions are pure: they depend on the request, the recorded runs and the remaining time. A
+first pass runs every system of a cell once and measures its memory. Further rounds repeat the timed
+runs in the same order (A B C, A B C), so that a drift of the machine affects all systems. If time
+is short, the systems that the goals compare run first and others are left out.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .launch import Run
 from .systems import SYSTEMS
 
 FEWEST_STEPS = 2  # after the first, in a timed run
-MOST_STEPS = 40  # of a model so small that its steps take milliseconds
-MEMORY_STEPS = 1  # the first step makes the optimizer's state, the second has everything
-# Of one core without bf16 instructions; only for a cell never run before
+MOST_STEPS = 40  # for a model so small that its steps take milliseconds
+MEMORY_STEPS = 1  # the first step creates the optimizer state
+# FLOP/s of one core without bf16 instructions, for cells without a recorded run.
 ROUGH_FLOPS = {"fp32": 1e11, "bf16": 3e10}
-ROUGH_OVER_FLOOR = 2.0  # a system never run before against the floor of its cell
-STARTUP_SECONDS = 8.0  # imports and process group, and as much again for each 100M parameters
-DEEPSPEED_SECONDS = 8.0  # what DeepSpeed takes beyond that
+ROUGH_OVER_FLOOR = 2.0  # of a system without a recorded run, relative to the floor of its cell
+STARTUP_SECONDS = 8.0  # imports and process group, and the same again for each 100M parameters
+DEEPSPEED_SECONDS = 8.0  # additional start-up time of DeepSpeed
 
 Records = Sequence[Mapping[str, Any]]
 
-# What the goals compare, by time and by memory.
+# Systems that the goals compare, by time and by memory.
 TIME_GOALS = "floor ours-3 fsdp2 single ddp ours-0 deepspeed-3 ours-2".split()
 MEMORY_GOALS = "ours-3 ours-3-init fsdp2".split()
-# Most wanted first: that, then what completes the picture.
+# Highest priority first: those systems, then all others.
 PRIORITY = [
     *((name, "time") for name in TIME_GOALS),
     *((name, "memory") for name in MEMORY_GOALS),
@@ -50,8 +50,11 @@ PRIORITY = [
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for.  steps: after the first, in a timed run, where there is time for them.
-    memory_of: systems whose memory is looked at.
+    """The requested runs.
+
+    Attributes:
+        steps: Steps after the first in a timed run, if there is enough time.
+        memory_of: Systems whose memory is measured.
     """
 
     cells: Sequence[Cell]
@@ -60,8 +63,9 @@ class Request:
     memory_of: Sequence[str] = tuple(SYSTEMS)
 
     def jobs_of(self, cell: Cell) -> list[tuple[str, str]]:
-        """(system, kind) of one pass, most wanted first; the smallest model has no memory worth a
-        run.
+        """Return (system, kind) of one pass by priority.
+
+        The memory of the tiny model is not measured.
         """
         weighed = self.memory_of if cell.size != "tiny" else ()
         wanted = [(name, kind) for name, kind in PRIORITY if name in self.systems]
@@ -69,14 +73,14 @@ class Request:
 
 
 class Costs:
-    """Seconds that a run will take, learnt from those recorded."""
+    """Estimate the seconds of a run from the recorded ones."""
 
     def __init__(self, records: Records) -> None:
         self.records = [record for record in records if "failed" not in record]
 
     def step(self, cell: Cell, system: str) -> float:
-        """One step of a system in a cell: as measured, else from the floor, else from the
-        arithmetic.
+        """Return the estimated seconds of a step: recorded, else from the floor, else from
+        FLOPs.
         """
         if (own := self._measured(cell, system)) is not None:
             return own
@@ -84,7 +88,7 @@ class Costs:
         return over * (self._measured(cell, "floor") or self._arithmetic(cell))
 
     def run(self, run: Run) -> float:
-        """A whole run, from its start to its end."""
+        """Return the estimated seconds of a whole run."""
         cell = Cell.parse(run.cell)
         return self._startup(cell, run.system) + (run.steps + 1) * self.step(cell, run.system)
 
@@ -104,7 +108,7 @@ class Costs:
         ]
 
     def _startup(self, cell: Cell, system: str) -> float:
-        """From the start to the first step, and the end: as measured, else the floor's, else a
+        """Return the estimated seconds of start and end: recorded, else the floor's, else a
         guess.
         """
         for known in (system, "floor"):
@@ -126,9 +130,7 @@ class Costs:
 
 
 def is_recorded(run: Run, records: Records) -> bool:
-    """Whether this run has been made; a failed one counts, so that it is not tried again and
-    again.
-    """
+    """Return whether this run has been made. A failed run counts, so that it is not repeated."""
     wanted = (run.cell, run.system, run.kind, run.round, run.ranks)
     return any(
         tuple(map(each.get, ("cell", "system", "kind", "round", "ranks"))) == wanted
@@ -137,7 +139,7 @@ def is_recorded(run: Run, records: Records) -> bool:
 
 
 def floor_runs(request: Request) -> list[Run]:
-    """The floor of every cell, shortly: all other estimates hang on it."""
+    """Return short runs of the floor for every cell, on which all other estimates depend."""
     cells = request.cells if "floor" in request.systems else []
     return [
         Run(cell.name, "floor", steps=max(FEWEST_STEPS, _quick_steps(Costs([]), cell)))
@@ -146,10 +148,9 @@ def floor_runs(request: Request) -> list[Run]:
 
 
 def first_pass(request: Request, records: Records, seconds: float) -> tuple[list[Run], list[Run]]:
-    """Runs of every cell that fit `seconds`, in the order to make them, and those left out.
+    """Return the runs of every cell that fit into `seconds`, in order, and those left out.
 
-    Each cell has the share of the time that it would take of a complete pass; what it leaves goes
-    to those after it.
+    Each cell gets its proportional share of the time, and unused time goes to the next cells.
     """
     costs = Costs(records)
     chosen: list[Run] = []
@@ -171,10 +172,10 @@ def first_pass(request: Request, records: Records, seconds: float) -> tuple[list
 
 
 def next_round(request: Request, records: Records, seconds: float, most: float) -> list[Run]:
-    """The next round of the cell that has had fewest, up to `most`, with the steps its share of the
-    time allows.
+    """Return the next round of the cell with the fewest rounds, up to `most`.
 
-    Empty when no cell's round fits.
+    The number of steps depends on the cell's share of the time. The list is empty if no cell's
+    round fits.
     """
     costs = Costs(records)
     rounds = [runs for cell in request.cells if (runs := _round_of(request, cell, records))]
@@ -190,12 +191,12 @@ def next_round(request: Request, records: Records, seconds: float, most: float) 
 
 
 def steps_for(cell: Cell, request: Request, costs: Costs) -> int:
-    """Those asked for; of a model with steps of milliseconds as many as fill two seconds."""
+    """Return the requested steps, or as many as fill two seconds if steps take milliseconds."""
     return max(request.steps, _quick_steps(costs, cell))
 
 
 def in_order(runs: Iterable[Run]) -> list[Run]:
-    """Timed runs before memory, systems as in the tables."""
+    """Sort timed runs before memory runs, and systems as in the tables."""
     place = {name: number for number, name in enumerate(SYSTEMS)}
     return sorted(runs, key=lambda run: (run.kind != "time", place[run.system]))
 
@@ -206,9 +207,7 @@ def _pass_of(request: Request, cell: Cell) -> list[Run]:
 
 
 def _round_of(request: Request, cell: Cell, records: Records) -> list[Run]:
-    """What is missing of the first round that is not complete, after the first pass; failed systems
-    are left out.
-    """
+    """Return the missing runs of the first incomplete round without failed systems."""
     here = [
         record for record in records if record["cell"] == cell.name and record["kind"] == "time"
     ]
@@ -239,7 +238,7 @@ def _fitting(runs: Sequence[Run], costs: Costs, seconds: float) -> list[Run]:
 
 
 def _with_more_steps(runs: list[Run], most: int, costs: Costs, seconds: float) -> list[Run]:
-    """The same runs with as many timed steps as fit, the same for all."""
+    """Return the same runs with the largest equal number of timed steps that fits."""
     for steps in range(most, FEWEST_STEPS, -1):
         longer = [replace(run, steps=steps) if run.kind == "time" else run for run in runs]
         if costs.total(longer) <= seconds:

@@ -1,4 +1,4 @@
-"""The template of all pictures of benchmarks, and the picture of the side-by-side results.
+"""The template of all benchmark pictures, and the picture of the side-by-side results.
 
 A picture is about 1,000 pixels wide. Its title is its message, each axis has a label, and a system
 has the same colour in all pictures. Needs matplotlib (the extra "plots").
@@ -26,16 +26,16 @@ from deepseek_zero.report.plots import (
 
 from .summary import Summary
 
-PICTURE_WIDTH = 6.4  # inches, of 160 dots
+PICTURE_WIDTH = 6.4  # inches, at 160 dots per inch
 GREEN = "#5a9e6f"
 PURPLE = "#8a6fb0"
-# By a part of a name in lower case; the first match counts
+# By a part of a name in lower case; the first match counts.
 COLOURS = {
     "ours": BLUE,
     "this library": BLUE,
     "auto": BLUE,  # a value of the library's configuration
     "deepspeed": ORANGE,
-    "tiledfusedlogitsloss": BLUE,  # this library's, behind DeepSpeed's API
+    "tiledfusedlogitsloss": BLUE,  # of this library, through DeepSpeed's API
     "fsdp2": GREEN,
     "ddp": PURPLE,
 }
@@ -51,13 +51,13 @@ STAGED = {"deepspeed": "DeepSpeed", "ours": "this library"}
 
 
 def colour_of(name: str) -> str:
-    """Return the colour of a system; it is the same in all pictures."""
+    """Return the colour of a system, which is the same in all pictures."""
     lower = name.lower()
     return next((colour for word, colour in COLOURS.items() if word in lower), OTHER_COLOUR)
 
 
 def label_of(system: str) -> str:
-    """Return the name of a system that needs no explanation."""
+    """Return the full name of a system for readers."""
     owner, _, stage = system.partition("-")
     if owner in STAGED and stage:
         return f"{STAGED[owner]}, stage {stage}"
@@ -71,13 +71,13 @@ def titled(figure: Any, title: str) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """Bars over one bound.
+    """Bars with one bound.
 
     Attributes:
-        title: What is compared.
+        title: Title of the panel.
         bars: The name and the value of each bar.
-        goal: The value to stay below or above; None for none.
-        axis: The label of the values, with what 1.0 is.
+        goal: The bound, or None.
+        axis: The label of the values, with the meaning of 1.0.
     """
 
     title: str
@@ -91,8 +91,8 @@ def draw_panels(title: str, panels: Sequence[Panel], path: Path) -> None:
 
     Args:
         title: The message of the picture.
-        panels: The panels.
-        path: The PNG file.
+        panels: Panels from top to bottom.
+        path: Path of the PNG file.
     """
     rows = [len(panel.bars) + 1.6 * bool(panel.axis) for panel in panels]
     height = 1.0 + 0.5 * len(rows) + 0.27 * sum(rows)
@@ -122,11 +122,11 @@ def draw_panels(title: str, panels: Sequence[Panel], path: Path) -> None:
 
 
 def span_of(panels: Sequence[Panel], begin: str) -> str:
-    """Return the least and the largest value of the bars whose names begin so.
+    """Return the range of the bars whose names begin with a prefix.
 
     Args:
-        panels: The panels.
-        begin: The begin of the names.
+        panels: Panels to search.
+        begin: The prefix.
     """
     values = [value for panel in panels for name, value in panel.bars if name.startswith(begin)]
     return f"{min(values):.2f} to {max(values):.2f}"
@@ -135,11 +135,11 @@ def span_of(panels: Sequence[Panel], begin: str) -> str:
 def draw(summaries: Sequence[Summary], path: Path) -> None:
     """Draw a panel for each cell that has a floor, with a bar for each system.
 
-    The tiny model is left to the table, because its steps are all overhead.
+    The tiny model is only in the table, because overhead dominates its steps.
 
     Args:
-        summaries: The cells.
-        path: The PNG file.
+        summaries: Results by cell.
+        path: Path of the PNG file.
     """
     shown = [
         summary
@@ -212,7 +212,7 @@ def _panel(axes: Any, summary: Summary, names: Sequence[str]) -> None:
 
 
 def _write_value(axes: Any, place: float, value: float, remark: str = "") -> None:
-    """Write a value right of its bar, on white, so that no line crosses it."""
+    """Write a value to the right of its bar on white, so that no line crosses it."""
     axes.annotate(
         f"{value:.2f} {remark}".strip(),
         (value, place),
@@ -226,7 +226,7 @@ def _write_value(axes: Any, place: float, value: float, remark: str = "") -> Non
 
 
 def _owners(names: Sequence[str]) -> list[Any]:
-    """Return the legend of the colours of these systems."""
+    """Return the legend of these systems' colours."""
     colours = dict.fromkeys(colour_of(name) for name in names)
     known = [colour for colour in OWNERS if colour in colours]
     handles = [Patch(color=colour, label=OWNERS[colour]) for colour in known]

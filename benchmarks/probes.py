@@ -1,8 +1,7 @@
-"""What the kernel says of this process and this machine: memory, loopback traffic, who used the
-cores, which CPU.
+"""Read from the kernel: memory, loopback traffic, CPU use and CPU model.
 
-PSS counts a shared page once over all that map it; USS is what would be freed if this process
-ended.  Linux only.
+PSS counts a shared page proportionally; USS is the memory that would be freed if this process
+ended. Linux only.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from pathlib import Path
 from types import TracebackType
 
 Memory = dict[str, int]  # bytes by kind: pss, uss, rss
-# What decides how fast fp32 and bf16 products are
+# CPU features that determine the speed of fp32 and bf16 products
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 
 def parse_rollup(text: str) -> Memory:
-    """PSS, USS and RSS of a smaps_rollup.
+    """Return PSS, USS and RSS from the text of smaps_rollup.
 
-    PSS does not count pages that the system may take at any time (LazyFree).
+    PSS excludes pages that the kernel may reclaim at any time (LazyFree).
     """
     kib = {name: int(size) for name, size in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     kinds = {
@@ -38,16 +37,16 @@ def memory_now() -> Memory:
 
 
 def settled_memory() -> Memory:
-    """Memory after glibc has returned what is free, so that it follows what is alive."""
+    """Return memory after glibc has released free memory, so that it reflects live objects."""
     ctypes.CDLL(None).malloc_trim(0)
     return memory_now()
 
 
 class Peak:
-    """Largest PSS and USS seen while the block runs, and the exact high-water mark of RSS.
+    """The largest PSS and USS seen during a block, and the exact peak RSS.
 
-    A thread looks every `interval` seconds.  Looking walks the page tables, which costs the process
-    time: never inside a timed step.
+    A thread samples every `interval` seconds. Sampling walks the page tables and slows down the
+    process, so it must not run during a timed step.
     """
 
     def __init__(self, interval: float = 0.02) -> None:
@@ -56,7 +55,7 @@ class Peak:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Peak:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak RSS
         self._thread.start()
         return self
 
@@ -83,18 +82,20 @@ class Peak:
 
 
 def parse_loopback(text: str) -> int:
-    """Bytes sent over loopback, from /proc/net/dev."""
+    """Return the bytes sent over loopback from the text of /proc/net/dev."""
     line = next(line for line in text.splitlines() if line.strip().startswith("lo:"))
     return int(line.partition(":")[2].split()[8])
 
 
 def loopback_bytes() -> int:
-    """Bytes that all processes of this machine have sent over loopback."""
+    """Return the bytes that all processes of this machine have sent over loopback."""
     return parse_loopback(Path("/proc/net/dev").read_text())
 
 
 def parse_busy(text: str) -> float:
-    """Core-seconds not idle since boot, those the hypervisor took included, from /proc/stat."""
+    """Return the busy core-seconds since boot from the text of /proc/stat, including stolen
+    time.
+    """
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(
         int, text.split("\n", 1)[0].split()[1:9]
     )
@@ -106,7 +107,7 @@ def busy_seconds() -> float:
 
 
 def machine() -> dict[str, object]:
-    """What a reader must know to compare these figures with others."""
+    """Return the facts of the machine that readers need to compare figures."""
     cpu = Path("/proc/cpuinfo").read_text()
     flags = re.search(r"^flags\s*:(.*)$", cpu, re.MULTILINE)
     model = re.search(r"^model name\s*:\s*(.*)$", cpu, re.MULTILINE)

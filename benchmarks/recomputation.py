@@ -1,15 +1,15 @@
-"""What recomputation costs and saves: policies of checkpoints, and feed-forward layers in tiles, on
-one thread.
+"""Measure the cost and the savings of recomputation on one thread: checkpoint policies, and tiled
+feed-forward layers.
 
     python -m benchmarks.recomputation                             # ten minutes
     python -m benchmarks.recomputation --tokens 512 --rounds 1 --out /tmp/recomputation.md
 
-A small Llama without its head's logits, so that its layers are what is measured: forward and
-backward, processor time, everything interleaved, medians of ratios to the run that recomputes
-nothing.  Peaks are of storages that operators make.  Saved is of what `full` saves.  Then one
-feed-forward layer in 1, 4 and 16 tiles; what it holds inside is what `engine.memory_trace` tells of
-activations and backward, less what the same tiles of a layer without an inside hold (a
-product with one number: its output, and gradients of whole length).  Leaves a table and a picture.
+A small Llama without the head's logits, so that its layers dominate: CPU time of forward and
+backward, interleaved, as medians of ratios to the run without recomputation. Peaks count the
+storages that operators allocate. Savings are relative to those of `full`. Then one feed-forward
+layer in 1, 4 and 16 tiles. Its internal memory is the peak of activations and backward in
+`engine.memory_trace`, minus the same for a layer without intermediate tensors (a product with one
+number). Writes a table and a picture.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TILES = (1, 4, 16)
 
 
 class Case:
-    """One module under one way, and its input."""
+    """A module with one policy, and its input."""
 
     def __init__(
         self, compute: Callable[[Tensor], Tensor], x: Tensor, policy: tuple[str, ...] | None = None
@@ -56,7 +56,7 @@ class Case:
         self.compute, self.x, self.policy = compute, x, policy
 
     def run(self) -> float:
-        """Return the processor seconds of a forward and a backward."""
+        """Return the CPU seconds of a forward and a backward."""
         recompute.configure(RecomputeSettings(policy=self.policy))
         began = time.process_time()
         self.compute(self.x.clone().requires_grad_()).square().mean().backward()
@@ -72,8 +72,9 @@ class Case:
 
 
 def measured(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, int]]:
-    """Return by name the median ratio to the first one's time, and the peak.  The gradients of
-    weights are there.
+    """Return by name the peak and the median time relative to the first case.
+
+    The gradients of weights already exist.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(rounds + 1):
@@ -143,7 +144,7 @@ def tiles_of(tokens: int, width: int) -> dict[str, Case]:
 
 
 class ThroughMLP(nn.Module):
-    """A feed-forward layer that has no inside."""
+    """A feed-forward layer without intermediate tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +155,7 @@ class ThroughMLP(nn.Module):
 
 
 def held(model: nn.Module, x: Tensor, tiles: int) -> int:
-    """Return the bytes of activations and backward that one layer of an engine holds at most."""
+    """Return the peak bytes of activations and backward of one layer in an engine."""
     tokens = x.shape[1]
     config = {
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
@@ -169,7 +170,7 @@ def held(model: nn.Module, x: Tensor, tiles: int) -> int:
 
 
 def inside(tokens: int, width: int) -> list[float]:
-    """Return for each number of tiles the bytes inside the layer over those of one tile."""
+    """Return for each number of tiles the layer's internal bytes relative to one tile."""
     x = torch.randn(1, tokens, width)
     found = [held(PlainMLP(width), x, tiles) - held(ThroughMLP(), x, tiles) for tiles in TILES]
     return [each / found[0] for each in found]

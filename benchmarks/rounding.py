@@ -1,10 +1,10 @@
-"""What rounding alone does to the losses of a bf16 run: one process, plain PyTorch, one change at a
-time.
+"""Measure how rounding changes the losses of a bf16 run: one process, plain PyTorch, one change at
+a time.
 
     python -m benchmarks.rounding            # GPT-125M, six steps, some minutes
 
-The reference is the benchmark's `single`.  What moves its losses without any rank or library being
-at work is the least that ranks differ by.  Leaves rounding.md in results/.
+The reference is the benchmark's `single`. A change of the losses without several ranks and without
+this library is a lower bound for the difference between systems. Writes rounding.md in results/.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train.  flipped: the sequences of a batch in the opposite order.  parts:
-    micro-batches that the batch is cut into, whose gradients are added in fp32; rounded: and then
-    rounded to bf16.  half_up: weights are cast as this library does, exact ties away from zero.
-    late: masters are cut from the rounded weights.
+    """A variant of the training.
+
+    Attributes:
+        flipped: Reverse the order of the sequences in a batch.
+        parts: Split the batch into micro-batches whose gradients are added in fp32.
+        rounded: Then round the sum to bf16.
+        half_up: Cast weights as this library does, with exact ties away from zero.
+        late: Initialize main weights from the rounded weights.
     """
 
     what: str
@@ -54,7 +58,7 @@ WAYS = [
 
 
 def losses_of(way: Way, cell: Cell, steps: int) -> list[float]:
-    """The loss of each step."""
+    """Return the loss of each step."""
     model = build_model(cell.shape)
     weights = list(model.parameters())
     masters = [nn.Parameter(weight.detach().clone()) for weight in weights]

@@ -1,4 +1,4 @@
-"""Makes runs one after the other, writes each down at once, and shows how far it is."""
+"""Make runs one after another, record each immediately, and show the progress."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from .launch import Run, launch
 from .plan import Costs, is_recorded
 from .systems import ROOT
 
-RESERVE = 0.95  # of the time is planned with: estimates are estimates
+RESERVE = 0.95  # part of the time to plan with, because run times are estimates
 
 
 class Session:
-    """Runs into one results file, for at most `seconds`.  Use as a context manager, which shows a
-    bar on a terminal.
+    """Record runs in one results file for at most `seconds`.
+
+    As a context manager it shows a progress bar on a terminal.
     """
 
     def __init__(self, results: Path, console: Console, seconds: float = float("inf")) -> None:
@@ -32,7 +33,7 @@ class Session:
             BarColumn(bar_width=None),
             TextColumn("{task.fields[left]}"),
         ]
-        # Once a second: the bar shares its core with a rank.
+        # Refresh once per second, because the bar shares its core with a rank.
         self.bar = Progress(
             *columns,
             TimeElapsedColumn(),
@@ -60,7 +61,7 @@ class Session:
         return self.deadline - time.monotonic()
 
     def make(self, runs: Sequence[Run]) -> int:
-        """Each run that is not recorded and still fits, in this order; how many were made."""
+        """Make each run that is not recorded and fits, in order; return the number of runs made."""
         runs = [run for run in runs if not is_recorded(run, self.journal.runs)]
         made = 0
         for number, run in enumerate(runs):
@@ -89,7 +90,7 @@ class Session:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One line for who watches."""
+    """Return one line about a run for the terminal."""
     head = f"{record['cell']:16} {record['system']:12} {record['kind']:6}"
     tail = f"({record['wall_seconds']:.0f} s)"
     if "failed" in record:
@@ -104,5 +105,5 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def shown(path: Path) -> str:
-    """The path as one would type it in the repository."""
+    """Return the path relative to the repository, if it is inside."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

@@ -1,5 +1,5 @@
-"""A step over the rate of the link between two hosts: plain, codes, sums host by host, beside DDP
-and FSDP2.
+"""Measure a step by the rate of the link between two hosts: plain, with codecs and hierarchical,
+next to DDP and FSDP2.
 
     python -m benchmarks.slow_link                                        # as root, ten minutes
     python -m benchmarks.slow_link --rates 100mbit --ranks 4 --out slow_link_2x2.md
@@ -7,18 +7,17 @@ and FSDP2.
     # genuine DeepSpeed, once deepspeed_env has installed it
     python -m benchmarks.slow_link --also deepspeed-3
 
-The hosts are namespaces of this machine (`tests/hosts.py`); `tc tbf` limits their links.  Each
-system has processes of its own, as a training has, and all take turns, a step each; a figure is the
-median of the rounds, of the slower rank. After the turns of all others a step finds nothing of its
-own in the caches, which no training does: `--in-a-row 2`. What needs an environment of its own
-(`--also`, names of benchmarks/systems) comes afterwards.  Bytes are those that leave a host in a
-step, by its interface's counter, headers and all; neither they nor CPU time are counted for what
-comes afterwards.  A system's floor is the computation of a step that never talks (with int8 and
-int4 codes: and makes them), or its own bytes over the rate, whichever is longer.  What this machine
-takes for a line of namespaces is no system's doing: two steps that never talk have the bytes of our
-plain step and of our codes pass between the hosts meanwhile, from buffer to buffer by two threads,
-and nothing done with them.  With two ranks a host these are a machine's two cores shared by four,
-so that computation takes twice as long.  Leaves a table and a picture.
+The hosts are namespaces of this machine (`tests/hosts.py`); `tc tbf` limits their links. Each
+system has separate processes, as in real training, and all take turns, one step each. A figure is
+the median of the rounds for the slower rank. After the turns of all others a step starts with cold
+caches, unlike in real training; `--in-a-row 2` avoids this. Systems with a separate environment
+(`--also`, names of benchmarks/systems) run afterwards. Bytes are those that a host's interface
+sends in a step, including headers; neither bytes nor CPU time are measured for `--also`. The floor
+of a system is the larger of two times: a step without communication (with encoding, for int8 and
+int4 codecs), and its bytes divided by the rate. Two reference steps without communication measure
+the cost of the virtual link itself: meanwhile two threads send the bytes of our plain step, or of
+our codecs, between the hosts from buffer to buffer. With two ranks per host four ranks share the
+machine's two cores, so computation takes twice as long. Writes a table and a picture.
 """
 
 from __future__ import annotations
@@ -68,17 +67,18 @@ from tests.hosts import DEVICE, Host, Process, bits_per_second, hosts, sent_from
 RESULTS = Path(__file__).parent / "results" / "slow_link.md"
 CELL = Cell("30m", "bf16")
 RATES = ("100mbit", "300mbit", "1gbit")
-HOSTS, PORT, ROUNDS = 2, 29420, 3  # port: of what comes afterwards, and below those of all teams
-SECONDS = [scale * step for scale in (0.1, 1, 10, 100) for step in (1, 2, 3, 5)]  # told at its axis
+HOSTS, PORT, ROUNDS = 2, 29420, 3  # port of the systems in `--also`, below those of all teams
+# ticks of the axis
+SECONDS = [scale * step for scale in (0.1, 1, 10, 100) for step in (1, 2, 3, 5)]
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 DIFFERENCES = {"compression": {"weights": {"bits": 4}, "gradients": {"bits": 4}}}
 ALL = {"compression": {"weights": {"bits": 8}, "gradients": {"bits": 4}}}
-# Gathered again for backward
+# gather again for backward
 TWICE = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
 
 Build = Callable[[MakeModel, Job], System]
 FLOOR, PLAIN, BOTH, PEER = "never talking", "ours, stage 3", "ours, stage 3, int8 and int4", "FSDP2"
-# The lines of a picture over several rates, with their styles
+# The lines of a picture over several rates, with their styles.
 SHOWN = {
     FLOOR: ":",
     PLAIN: "-",
@@ -94,7 +94,7 @@ OF_WEIGHTS, OF_GRADIENTS = Blocks(8, 256), Blocks(4, 128)  # the codecs of `BOTH
 
 
 def ours(stage: int, zero: dict[str, Any], **others: Any) -> Build:
-    """This library at a stage.  zero, others: settings beside the cell's."""
+    """Return a builder of this library at a stage. zero, others: additional settings."""
 
     def build(make_model: MakeModel, job: Job) -> System:
         settings = engine_settings(
@@ -109,8 +109,9 @@ def ours(stage: int, zero: dict[str, Any], **others: Any) -> Build:
 
 
 def step_with_transfer(per_element: float) -> Build:
-    """A step that never talks while so many bytes for each parameter pass between its two ranks,
-    each way.
+    """Return a builder of a step without collectives during which the ranks exchange bytes.
+
+    per_element: bytes per parameter in each direction.
     """
 
     def build(make_model: MakeModel, job: Job) -> System:
@@ -143,8 +144,10 @@ def step_with_transfer(per_element: float) -> Build:
 
 
 def step_with_codecs(make_model: MakeModel, job: Job) -> System:
-    """A step that never talks and makes the codes of `BOTH`: a rank codes its slice of the weights
-    and every slice of the gradients, and decodes every slice of both.
+    """Build a step without communication that encodes and decodes with the codecs of `BOTH`.
+
+    A rank encodes its shard of the weights and every shard of the gradients, and decodes every
+    shard of both.
     """
     alone = floor.build(make_model, job)
     numel = job.cell.shape.numel // job.size // OF_WEIGHTS.granule * OF_WEIGHTS.granule
@@ -171,9 +174,10 @@ def step_with_codecs(make_model: MakeModel, job: Job) -> System:
 
 
 def systems(each: int) -> dict[str, Build]:
-    """By name; each: ranks on a host."""
+    """Return the builders by name. each: ranks per host."""
     codes = (OF_WEIGHTS.length(1 << 20) + OF_GRADIENTS.length(1 << 20)) / 2**20
-    # Of what a rank sends the other of two: half of each state, weights once and gradients once
+    # Bytes that a rank sends to the other one: half of the weights once and half of the gradients
+    # once.
     bare = {
         BARE: step_with_transfer((2 + 2) / 2),
         BARE_CODES: step_with_transfer(codes / 2),
@@ -197,8 +201,9 @@ def systems(each: int) -> dict[str, Build]:
 
 
 def by_host(each: int) -> dict[str, Build]:
-    """What several ranks on a host have: sums by host, and a second copy of the weights among them
-    (hpZ).
+    """Return systems for several ranks per host.
+
+    They reduce hierarchically or keep a second copy of the weights within the host (hpZ).
     """
     second_copy = {**TWICE, "zero_hpz_partition_size": each}
     return {
@@ -211,8 +216,12 @@ def by_host(each: int) -> dict[str, Build]:
 
 @dataclass(frozen=True)
 class Turn:
-    """Of a measured step: its seconds, of the slowest rank; those of this rank's CPU; the bytes
-    that left its host.
+    """A measured step.
+
+    Attributes:
+        seconds: Seconds of the slowest rank.
+        busy: CPU seconds of this rank.
+        sent: Bytes that left the host.
     """
 
     seconds: float
@@ -221,9 +230,7 @@ class Turn:
 
 
 def be_a_rank(given: argparse.Namespace) -> None:
-    """Build the one system that is named, and say so; take a turn for every line that comes, and
-    write its `Turn`.
-    """
+    """Build the named system, report readiness, and write a `Turn` for every line that arrives."""
     dz.init_distributed()
     job = Job(given.cell, dist.get_rank(), dist.get_world_size())
     take_a_core(job.rank, job.size)
@@ -245,7 +252,10 @@ def be_a_rank(given: argparse.Namespace) -> None:
 
 
 class Team:
-    """The ranks of one system; between their turns they wait.  Made, they are still starting."""
+    """The ranks of one system, which wait between their turns.
+
+    They are still starting after construction.
+    """
 
     def __init__(
         self, name: str, port: int, pair: Sequence[Host], given: argparse.Namespace
@@ -269,19 +279,19 @@ class Team:
             self._ranks.append(pair[rank // each].run(command, words, stdin=subprocess.PIPE))
 
     def turn(self) -> Turn:
-        """Have the ranks make the steps of a turn; return what rank 0 saw in the last."""
+        """Run the steps of a turn; return the measurements of rank 0 in the last one."""
         for rank in self._ranks:
             print(file=rank.stdin, flush=True)
         return Turn(**self.said()[0])
 
     def said(self) -> list[Any]:
-        """Wait for the next line of every rank; SystemExit with what a rank said that ended
-        instead.
+        """Wait for the next line of every rank; raise SystemExit with a rank's output if it has
+        ended.
         """
         return [self._next(rank) for rank in self._ranks]
 
     def end(self) -> None:
-        """Leave memory and cores to what comes afterwards."""
+        """Free memory and cores for later systems."""
         for rank in self._ranks:
             rank.kill()
             rank.communicate()
@@ -298,8 +308,12 @@ class Team:
 
 @dataclass
 class Found:
-    """Of one rate: by system, the median seconds of a step, and, where they were counted, those of
-    rank 0's CPU and the bytes that left the first host in one.
+    """The results at one rate.
+
+    Attributes:
+        seconds: Median seconds of a step by system.
+        busy: CPU seconds of rank 0, if measured.
+        sent: Bytes that left the first host in a step, if measured.
     """
 
     rate: str
@@ -320,7 +334,7 @@ def run(rate: str, given: argparse.Namespace) -> Found:
         for number in range(given.rounds + 1):
             for name, team in teams.items():
                 turn = team.turn()
-                if number:  # the first opens connections and agrees on orders
+                if number:  # the first round opens connections and records schedules
                     turns[name].append(turn)
         sys.stderr.write(f"{rate}: {given.rounds} rounds of {len(teams)} systems\n")
         found = Found(rate, {}, {}, {})
@@ -336,8 +350,10 @@ def run(rate: str, given: argparse.Namespace) -> Found:
 
 
 def seconds_of_its_own(system: str, pair: Sequence[Host], given: argparse.Namespace) -> float:
-    """Run a system of benchmarks/systems in its own environment; return the median seconds of a
-    step, of the slowest rank.  SystemExit with what a rank said that failed.
+    """Run a system of benchmarks/systems in its separate environment.
+
+    Returns the median seconds of a step on the slowest rank. Raises SystemExit with the output of a
+    rank that failed.
     """
     entry, ranks, each, started = SYSTEMS[system], given.ranks, given.ranks // HOSTS, []
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(each), "GLOO_SOCKET_IFNAME": DEVICE}
@@ -366,7 +382,7 @@ def seconds_of_its_own(system: str, pair: Sequence[Host], given: argparse.Namesp
                 )
             )
         said = [process.communicate()[0] for process in started]
-        # A rank that aborts as it ends has measured all the same
+        # A rank that aborts during exit has already measured.
         if not all(out.exists() for out in outs):
             raise SystemExit("\n".join(said))
         steps = [json.loads(out.read_text())["steps"] for out in outs]
@@ -374,7 +390,7 @@ def seconds_of_its_own(system: str, pair: Sequence[Host], given: argparse.Namesp
 
 
 def table(found: list[Found], given: argparse.Namespace) -> str:
-    """The page."""
+    """Return the page."""
     shape, tokens = given.cell.shape, SEQUENCES_PER_RANK * given.tokens
     lines = [
         "# A step over the rate of the link",
@@ -421,9 +437,9 @@ def table(found: list[Found], given: argparse.Namespace) -> str:
 
 
 def draw(found: list[Found], path: Path) -> None:
-    """Draw the seconds of a step over the rate; of one rate, a bar for each system.
+    """Draw the seconds of a step over the rate; for one rate, a bar per system.
 
-    Of several rates it has the systems of `SHOWN` only.
+    A plot over several rates has only the systems in `SHOWN`.
     """
     title = "Seconds of a step over the rate of the link"
     gains = [

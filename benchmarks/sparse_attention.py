@@ -1,15 +1,15 @@
-"""Attention over blocks of keys beside dense attention, on one thread: seconds, gain over density,
-and peak bytes.
+"""Compare block-sparse with dense attention on one thread: seconds, speedup over density, and peak
+bytes.
 
     python -m benchmarks.sparse_attention                                         # some minutes
     python -m benchmarks.sparse_attention --lengths 2048 --rounds 1 --longest 0 --out /tmp/sparse.md
 
-One head of 64, forward and backward: torch's attention, causal where the layout is, against the
-library's kernel, in turns. Processor time, medians of the rounds; a gain is the median ratio of two
-runs beside each other. The density is of what the kernel's tiles compute, edges included, in what
-dense attention computes; its inverse bounds the gain. Then a layer (width 256, 4 heads, an MLP)
-with its attention dense or not; then the longest sequence, with a window of 512 tokens. Peaks are
-those of storages that operators make, beyond the inputs. Leaves a table and a picture.
+One head of 64, forward and backward: torch's attention, causal if the layout is, and the library's
+kernel, in turns. CPU time, medians of the rounds; a speedup is the median ratio of two adjacent
+runs. The density is the number of pairs that the kernel's tiles compute, including edges, relative
+to dense attention; its inverse bounds the speedup. Then a layer (width 256, 4 heads, an MLP) with
+dense or sparse attention; then the longest sequence, with a window of 512 tokens. Peaks count the
+storages that operators allocate, without the inputs. Writes a table and a picture.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from deepseek_zero.report.memory_trace import MemoryTrace
 
 RESULTS = Path(__file__).parent / "results" / "sparse_attention.md"
 WIDTH, WINDOW = 64, 512
-# And what each should reach of its bound
+# With the goal for each dtype, as a part of the bound.
 AXIS = "gain over dense; 1.0: 1 / density"
 FORMATS = ((torch.float32, "fp32", 0.65), (torch.bfloat16, "bf16", 0.5))
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -46,8 +46,11 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Case:
-    """A pattern and the part of its bound that it should reach.  faster: and how many times dense
-    attention's speed.
+    """A pattern with its goals.
+
+    Attributes:
+        goal: Part of its bound that it should reach.
+        faster: Speedup over dense attention that it should reach.
     """
 
     name: str
@@ -68,7 +71,7 @@ class Case:
         return attend(query, key, value, self.pattern)
 
     def density(self, length: int) -> float:
-        """Return the pairs that tiles compute over those of dense attention."""
+        """Return the pairs that tiles compute relative to dense attention."""
         query = torch.empty(1, 1, length, WIDTH, dtype=self.dtype)
         sizes = tiles_for(self.pattern, query, ())
         groups = best_plan(self.pattern, AttentionShape.of(query, query), sizes)
@@ -78,7 +81,7 @@ class Case:
 
 
 def scattered(length: int, block: int, others: int) -> Pattern:
-    """Return a pattern in which each block sees itself and so many others, drawn by chance."""
+    """Return a pattern in which each block attends to itself and `others` random blocks."""
     blocks = length // block
     drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(0)).fill_diagonal_(
         2.0
@@ -89,9 +92,7 @@ def scattered(length: int, block: int, others: int) -> Pattern:
 
 
 def cases(length: int) -> list[Case]:
-    """Return the cases; at 16384 tokens their densities are those of the goals in times: .077 and
-    .062.
-    """
+    """Return the cases. At 16384 tokens their densities are those of the goals: .077 and .062."""
     sliding = Pattern.of(LocalSlidingWindow(block=64, num_sliding_window_blocks=9))
     spread = BSLongformer(block=128, num_sliding_window_blocks=5, attention="unidirectional")
     both, few = Pattern.of(spread), scattered(length, 256, 3)
@@ -106,7 +107,7 @@ def cases(length: int) -> list[Case]:
 
 
 def masked_window(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return attention as models have it for windows: dense, under a mask of all pairs."""
+    """Return windowed attention as models implement it: dense, with a mask of all pairs."""
     place = torch.arange(query.shape[2])
     away = place[:, None] - place[None]
     return scaled_dot_product_attention(query, key, value, (away >= 0) & (away < WINDOW))
@@ -119,14 +120,14 @@ def tensors(length: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def run(way: Way, given: Sequence[Tensor]) -> float:
-    """Return the processor seconds of a forward and a backward."""
+    """Return the CPU seconds of a forward and a backward."""
     began = time.process_time()
     torch.autograd.grad(way(*given[:3]), given[:3], given[3])
     return time.process_time() - began
 
 
 def in_turns(ways: Sequence[Callable[[], float]], rounds: int) -> tuple[list[float], list[float]]:
-    """Return each way's median seconds, and how many times faster than the first it is."""
+    """Return the median seconds of each function and its speedup over the first."""
     seconds = [[way() for way in ways] for _ in range(rounds + 1)][1:]
     medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
     return medians, [
@@ -135,7 +136,7 @@ def in_turns(ways: Sequence[Callable[[], float]], rounds: int) -> tuple[list[flo
 
 
 class Layer(nn.Module):
-    """A layer of a GPT: attention of 4 heads and an MLP."""
+    """A layer of a GPT: attention with 4 heads and an MLP."""
 
     def __init__(self, way: Way) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ class Layer(nn.Module):
 
 
 def peak(way: Way, given: Sequence[Tensor]) -> float:
-    """Return MiB beyond the inputs."""
+    """Return the peak MiB without the inputs."""
     trace = MemoryTrace(dict, lambda: "step")
     with trace.recording():
         run(way, given)

@@ -1,13 +1,13 @@
-"""What a split master costs in an optimizer step, on one thread: joined, updated by fused AdamW,
-split again.
+"""Measure the cost of split main weights in an optimizer step on one thread: join, update by fused
+AdamW, split.
 
     # about a minute; 64M elements, 2.5 GB
     python benchmarks/split_master.py --out split_master.json
 
-Interleaved in one run: torch's fused AdamW alone over fp32 parameters with fp32 gradients (what no
-step can beat); the same and the cast to bf16 weights; our step with whole fp32 masters; our step
-with split ones, by elements per optimizer call.  Ours also cast the bf16 gradient.  Times are those
-of the processor, so that other programs on the machine count less; per element, medians.
+Interleaved in one run: torch's fused AdamW on fp32 parameters with fp32 gradients (the lower
+bound); the same with a cast to bf16 weights; our step with whole fp32 main weights; our step with
+split ones, by elements per optimizer call. Our steps also cast the bf16 gradient. Times are CPU
+times, so that other programs have less influence; figures are medians per element.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from deepseek_zero.precision.policy import cast_master
 
 
 def ours(side: int, kind: str, tile_numel: int) -> Callable[[], Any]:
-    """The update of one square weight by an engine at stage 1, world 1."""
+    """Return the update of one square weight by an engine at stage 1 with one rank."""
     model = nn.Linear(side, side, bias=False)
     engine, *_ = dz.initialize(
         model=model,
@@ -80,7 +80,7 @@ def main() -> None:
             for name, run in runs.items():
                 start = time.process_time()
                 run()
-                if number:  # the first makes the optimizer's state
+                if number:  # the first step creates the optimizer state
                     times[name].append((time.process_time() - start) / numel * 1e9)
     medians = {name: statistics.median(found) for name, found in times.items()}
     for name, found in medians.items():

@@ -1,11 +1,11 @@
-"""What it costs to watch for slow ranks and links: its part of a step, on two hosts of two ranks.
+"""Measure the cost of straggler detection as a part of a step, on two hosts of two ranks.
 
     python -m benchmarks.stragglers                  # as root, three minutes
     python -m benchmarks.stragglers --cells tiny-fp32 --steps 14 --out /tmp/stragglers.md
 
-Hosts are namespaces of this machine (`tests/hosts.py`), their link as fast as it is.  What is
-watched costs the calls in which a rank sums up its own seconds and compares those of all, timed
-here where the engine makes them, and a few numbers more in the verdict of every seventh step.
+Hosts are namespaces of this machine (`tests/hosts.py`) with an unlimited link. The cost is the
+calls in which a rank sums its own seconds and compares those of all ranks, timed here inside the
+engine, and a few more numbers in the norm all-gather of every seventh step.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ GOAL = 0.001
 
 
 def be_a_rank(cell: str, steps: int) -> None:
-    """Train; rank 0 writes the seconds of a step, those of the watch in it, and the bytes of its
-    words, at worst.
-    """
+    """Train; rank 0 writes the seconds of a step and of the detection, and the largest message."""
     torch.set_num_threads(1)
     dz.init_distributed()
     job = Job(Cell.parse(cell), dist.get_rank(), dist.get_world_size())
@@ -66,7 +64,7 @@ def be_a_rank(cell: str, steps: int) -> None:
     watch.words, watch.hear = timed(watch.words), timed(watch.hear)
     seconds = []
     for number in range(WINDOW + steps):
-        if number == WINDOW:  # what comes before is warm-up
+        if number == WINDOW:  # earlier steps are warm-up
             spent = 0.0
         began = time.perf_counter()
         for loss in step(batches.of_step(number)):

@@ -1,4 +1,4 @@
-"""Time sums over rows and sums of squares, per element, with compiled loops and without.
+"""Time sums over rows and sums of squares per element, with compiled loops and with torch.
 
     python -m benchmarks.sum_kernels --threads 1
 
@@ -27,7 +27,7 @@ MAX_NUMBERS = 1 << 27  # of all rows together
 
 @contextmanager
 def kernels(which: str) -> Iterator[None]:
-    """Let "compiled" or "torch" loops compute in this block."""
+    """Compute with "compiled" or "torch" loops in this block."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = which
     try:
@@ -40,7 +40,7 @@ def kernels(which: str) -> Iterator[None]:
 
 
 def fastest(run: Callable[[], object], repetitions: int = REPETITIONS) -> float:
-    """Return the seconds of the fastest of several calls, after a first one that is not counted."""
+    """Return the seconds of the fastest of several calls after a warm-up call."""
     run()
     found = []
     for _ in range(repetitions):
@@ -51,7 +51,7 @@ def fastest(run: Callable[[], object], repetitions: int = REPETITIONS) -> float:
 
 
 def time_sums(numel: int, threads: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield what is computed, and its nanoseconds per element by "compiled" and by "torch"."""
+    """Yield each operation and its nanoseconds per element by "compiled" and by "torch"."""
     scratch = torch.empty(SCRATCH)
     torch.set_num_threads(threads)
     for name, dtype in DTYPES.items():

@@ -1,5 +1,6 @@
-"""From runs to what is said of them: one row per system of a cell.  Pure functions of the results
-file.
+"""Summarize runs: one row per system of a cell.
+
+All functions are pure functions of the results file.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from typing import Any
 from .cells import CONTEXT, LOSS_BOUNDS, SEQUENCES_PER_RANK, Cell
 from .systems import SYSTEMS
 
-LOSSES_COMPARED = 6  # steps; later ones grow apart by themselves
+LOSSES_COMPARED = 6  # steps; later losses diverge by rounding
 Runs = Sequence[Mapping[str, Any]]
 
 
 @dataclass
 class Row:
-    """One system in one cell; None where it was not measured.
+    """The results of one system in one cell; None if not measured.
 
-    median: of the runs' medians, seconds.  fastest: of all steps.  loss_gap: largest difference of
-    a loss from the one process'.  seconds: import, build, initialise, first.  memory: {moment:
-    {kind: bytes}}.
+    Attributes:
+        median: Median of the runs' medians in seconds.
+        fastest: Fastest step.
+        loss_gap: Largest difference of a loss from the single process's.
+        seconds: Times of import, build, initialise and first step.
+        memory: {moment: {kind: bytes}}.
     """
 
     system: str
@@ -44,7 +48,7 @@ class Row:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it trains something else: then it is not fast, whatever its time."""
+        """Whether it trains differently, in which case its time does not count."""
         return self.loss_gap is not None and not self.loss_gap <= self.bound
 
     @property
@@ -61,11 +65,11 @@ class Summary:
     rows: dict[str, Row]
 
     def over_floor(self, system: str, which: str = "median") -> float | None:
-        """Step time over the floor's: of the medians, or of the fastest steps."""
+        """Return the step time relative to the floor, of the medians or of the fastest steps."""
         return self.ratio(system, "floor", which)
 
     def times_faster(self, system: str, peer: str) -> float | None:
-        """How many steps the system makes while the peer makes one."""
+        """Return the number of steps that the system makes during one step of the peer."""
         return self.ratio(peer, system)
 
     def ratio(self, above: str, below: str, which: str = "median") -> float | None:
@@ -73,8 +77,9 @@ class Summary:
         return top / bottom if top and bottom else None
 
     def psi(self, system: str) -> float | None:
-        """Bytes sent in units of the model's: 3 at stage 3, where each rank sends its part of each
-        gather and sum.
+        """Return the sent bytes relative to the model's size.
+
+        The value is 3 at stage 3, where each rank sends its part of each gather and reduction.
         """
         row = self.rows.get(system)
         if row is None or row.sent_bytes is None:
@@ -89,7 +94,7 @@ class Summary:
 
     @property
     def fastest_system(self) -> str | None:
-        """The right system with the shortest median step."""
+        """The correct system with the shortest median step."""
         right = {
             name: row.median
             for name, row in self.rows.items()
@@ -99,7 +104,7 @@ class Summary:
 
 
 def summarise(cell: Cell, runs: Runs) -> Summary:
-    """The rows of one cell, from all its runs of one number of ranks."""
+    """Return the rows of one cell from all its runs with one number of ranks."""
     here = [run for run in runs if run["cell"] == cell.name]
     truth = _losses(here, "single")
     rows = {
@@ -114,7 +119,7 @@ def summarise(cell: Cell, runs: Runs) -> Summary:
 
 
 def cells_of(runs: Runs) -> list[Cell]:
-    """The cells that have runs, in order of appearance."""
+    """Return the cells that have runs, in order of appearance."""
     return [Cell.parse(name) for name in dict.fromkeys(run["cell"] for run in runs)]
 
 
@@ -130,8 +135,7 @@ def _row(cell: Cell, system: str, runs: Runs, truth: Sequence[float]) -> Row | N
         row.fastest = min(seconds for run in timed for seconds in run["steps"])
         row.cpu_seconds = statistics.median(run["cpu_seconds"] for run in timed)
         row.counts_itself = timed[0]["sent_bytes"] is not None
-        # Other programs use the interface too, and only ever add: the least is nearest to the
-        # truth.
+        # Other programs can only add traffic to the interface, so the minimum is the most accurate.
         row.sent_bytes = min(
             run["sent_bytes" if row.counts_itself else "wire_bytes"] for run in timed
         )
@@ -149,7 +153,7 @@ def _row(cell: Cell, system: str, runs: Runs, truth: Sequence[float]) -> Row | N
 
 
 def _losses(runs: Runs, system: str) -> list[float]:
-    """The longest list of losses of a system, as far as they are compared."""
+    """Return a system's longest list of losses, up to the number that is compared."""
     found = [run["losses"] for run in runs if run["system"] == system and "failed" not in run]
     return max(found, key=len, default=[])[:LOSSES_COMPARED]
 
@@ -159,5 +163,5 @@ def _gaps(losses: Sequence[float], truth: Sequence[float]) -> list[float]:
 
 
 def _largest(gaps: Iterable[float]) -> float | None:
-    """The largest; a loss that is not a number is as far away as can be."""
+    """Return the largest gap; NaN counts as infinity."""
     return max((gap if gap == gap else float("inf") for gap in gaps), default=None)

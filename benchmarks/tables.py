@@ -1,5 +1,5 @@
-"""The results as Markdown: what they are true for, the goals, and per cell a table of time and one
-of memory.
+"""Format the results as Markdown: environment, goals, and per cell a table of time and one of
+memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .plot import draw
 from .summary import Row, Runs, Summary, cells_of, summarise
 from .systems import SYSTEMS
 
-QUIET = 0.1  # cores that other work may take
+QUIET = 0.1  # cores that other programs may use
 DISTURBED = " - **this machine was not quiet: trust no difference in time**"
 MISSING = {"not_installed": "not installed", "left_out": "left out for lack of time"}
 MOMENTS = {
@@ -27,7 +27,7 @@ MOMENTS = {
 
 
 def write_report(results: Path) -> list[Path]:
-    """NAME.md and NAME.png beside NAME.json; all three."""
+    """Write NAME.md and NAME.png next to NAME.json; return all three paths."""
     content = read(results)
     summaries = {cell.name: summarise(cell, content["runs"]) for cell in cells_of(content["runs"])}
     page, picture = results.with_suffix(".md"), results.with_suffix(".png")
@@ -55,7 +55,7 @@ def _page(content: Mapping[str, Any], summaries: Mapping[str, Summary], picture:
 
 
 def about(facts: Mapping[str, Any], runs: Runs) -> list[str]:
-    """What a reader must know before reading a figure."""
+    """Return the facts that readers need to interpret the figures."""
     machine = facts["machine"]
     versions = {name: version for run in runs for name, version in run.get("versions", {}).items()}
     others = [run["others_cores"] for run in runs]
@@ -77,7 +77,7 @@ def about(facts: Mapping[str, Any], runs: Runs) -> list[str]:
 
 
 def time_table(summary: Summary) -> list[str]:
-    """Step time and what it is made of; the fastest right system is bold."""
+    """Return a table of step times and their parts; the fastest correct system is bold."""
     head = (
         "system | rounds | step, s | over floor | fastest over floor | seconds over floor | times "
         "faster than fsdp2 "
@@ -117,7 +117,7 @@ def _time_line(summary: Summary, row: Row) -> str:
 
 
 def memory_table(summary: Summary) -> list[str]:
-    """MB per rank as PSS / USS, and seconds until the first step is done."""
+    """Return a table of MB per rank as PSS / USS, and of seconds until the first step is done."""
     head = " | ".join(
         ["system", *(f"{title}, MB" for title in MOMENTS.values()), "peak RSS, exact, MB"]
     )
@@ -134,7 +134,7 @@ def _memory_line(row: Row) -> str:
 
 
 def remarks(summary: Summary) -> list[str]:
-    """What the tables cannot say in a figure."""
+    """Return remarks that do not fit into the tables."""
     cell, shape = summary.cell, summary.cell.shape
     single = summary.rows.get("single")
     compared = max((row.losses_compared for row in summary.rows.values()), default=0)
@@ -168,7 +168,7 @@ def _pss_and_uss(sizes: Mapping[str, int] | None) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    """Three or four digits: 0.0123, 3.05, 12.3."""
+    """Format seconds with three or four digits: 0.0123, 3.05, 12.3."""
     return "-" if value is None else f"{value:.4f}" if value < 0.1 else f"{value:.3g}"
 
 

@@ -1,14 +1,14 @@
-"""Tensor parallelism on two ranks: a step over half of one process's, beside DTensor's, and a sum
-over one addition.
+"""Measure tensor parallelism on two ranks: a step over half of one process's, next to DTensor's,
+and a sum over one addition.
 
     deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py        # five minutes
     deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py --cells 10m-fp32 --out /tmp/tp.md
 
-One core for each rank, everything interleaved in one run, minima of the rounds. `half` is half of
-the whole model's step, `mute` the step of ranks that compute their parts and never talk: what is
-whole on every rank (norms, residuals) is in it twice. `tokens` is ours with activations sharded
-over tokens there (tensor_parallel.sequence), which computes it once. Needs transformers and
-matplotlib. Leaves a table and a picture.
+One core per rank, everything interleaved in one run, minima of the rounds. `half` is half of the
+whole model's step. `mute` is the step of ranks that compute their parts and never communicate; it
+contains replicated work (norms, residuals) twice. `tokens` is ours with activations sharded over
+tokens in those layers (tensor_parallel.sequence), which computes them once. Needs transformers and
+matplotlib. Writes a table and a picture.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file by a launcher
 
 from benchmarks.plot import Panel, draw_panels, span_of
 from benchmarks.systems.common import seconds_of, take_a_core
@@ -49,12 +49,12 @@ from deepseek_zero.parallel.plans import ParallelSettings
 RESULTS = Path(__file__).parent / "results" / "tensor_parallel.md"
 CPU = torch.device("cpu")
 SIZES = {"10m": (256, 8, 4, 688, 1024, 256), "125m": (768, 12, 12, 2048, 32000, 1024)}
-GOALS = {"fp32": 1.10, "bf16": 1.20}  # of 125m
+GOALS = {"fp32": 1.10, "bf16": 1.20}  # for 125m
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class _Mute:
-    """A sum of which this rank's part is all."""
+    """The result of a sum that is only this rank's part."""
 
     def __init__(self, part: Tensor) -> None:
         self.part = part
@@ -64,7 +64,7 @@ class _Mute:
 
 
 class MuteGroup(TensorGroup):
-    """Ranks that never talk: the time of their own computation."""
+    """A group without communication, to time the computation of a rank."""
 
     def take(self, shape: object, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)  # type: ignore[call-overload, no-any-return]
@@ -77,7 +77,7 @@ class MuteGroup(TensorGroup):
 
 
 def build(size: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
-    """A Llama of that size, and the tokens of a step."""
+    """Return a Llama of a size and the tokens of a step."""
     width, layers, heads, hidden, words, tokens = SIZES[size]
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -93,8 +93,10 @@ def build(size: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
 
 
 def systems(size: str, dtype: torch.dtype) -> tuple[dict[str, nn.Module], Tensor, Comm]:
-    """The whole model, ours, ours with sharded tokens, ours without talk, and DTensor's, by
-    name.
+    """Return the systems by name.
+
+    These are the whole model, ours, ours with sharded tokens, ours without communication, and
+    DTensor's.
     """
     whole, ids = build(size, dtype)
     comm = Comm(CPU)
@@ -125,14 +127,12 @@ def systems(size: str, dtype: torch.dtype) -> tuple[dict[str, nn.Module], Tensor
 
 
 def measure_steps(cell: str, rounds: int) -> tuple[str, Panel]:
-    """One row: milliseconds of a forward and backward of each system, the best of the rounds; and
-    its picture.
-    """
+    """Return a row with the best milliseconds of a forward and backward, and its picture."""
     size, dtype = cell.split("-")
     models, ids, comm = systems(size, DTYPES[dtype])
     best: dict[str, float] = {}
     sent = 0
-    for number in range(rounds + 1):  # the first is not counted
+    for number in range(rounds + 1):  # the first round is not counted
         for name, model in models.items():
             for each in model.parameters():
                 each.grad = None
@@ -169,9 +169,10 @@ def measure_steps(cell: str, rounds: int) -> tuple[str, Panel]:
 
 
 def measure_sums(repeats: int = 300) -> tuple[list[str], Panel]:
-    """Rows, and their picture: microseconds of a sum, of an addition of two such tensors in this
-    process, and of an addition of one to what the other rank has just written, which is all that a
-    sum must do.
+    """Return rows and a picture with the microseconds of a sum over ranks.
+
+    They are next to an addition of two such tensors in this process, and an addition to data that
+    the other rank has just written, which is the minimum work of a sum.
     """
     group, rows, bars = TensorGroup(Comm(CPU)), [], []
     for nbytes in (1 << 16, 3 << 20):

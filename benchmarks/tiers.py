@@ -1,14 +1,13 @@
-"""What it costs to keep states on the host or on a disk, beside the floor and the disk's own speed,
-in one run.
+"""Measure the cost of states on the host or on disk, next to the floor and the speed of the disk.
 
     deepseek-zero run --nproc 2 benchmarks/tiers.py           # GPT-125M in bf16 and fp32
     deepseek-zero run --nproc 2 benchmarks/tiers.py --cells tiny-fp32 --steps 2 --out /tmp/a.md
 
-Interleaved in the same processes: the floor (ranks that never talk), stage 3 with everything on the
-device, on the host, and on a disk, and, between steps, a plain sequential O_DIRECT copy of a few
-hundred megabytes.  The schedule bound of a step is its backward and the larger of its state traffic
-(at the speed of that copy) and a forward.  Losses are compared bit by bit with the run that
-offloads nothing.  Leaves a table (.md), figures (.json) and a picture (.png).
+Interleaved in the same processes: the floor (ranks that never communicate), stage 3 with everything
+on the device, on the host, and on disk, and, between steps, a plain sequential O_DIRECT copy of a
+few hundred megabytes. The schedule bound of a step is its backward, plus the larger of a forward
+and its state traffic at the speed of that copy. Losses are compared bitwise with the run without
+offload. Writes a table (.md), figures (.json) and a picture (.png).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a file by a launcher
 
 import deepseek_zero as dz
 from benchmarks.cells import SEQUENCES_PER_RANK, Cell
@@ -46,8 +45,12 @@ BLOCK = 8 << 20
 
 @dataclass
 class Way:
-    """One way to train.  seconds: of its timed steps.  losses, logs (if it is ours): of all its
-    steps.
+    """A variant of the training.
+
+    Attributes:
+        seconds: Seconds of its timed steps.
+        losses: Losses of all its steps.
+        logs: Event logs of all its steps, for our engine.
     """
 
     name: str
@@ -60,7 +63,7 @@ class Way:
 
 @dataclass
 class Row:
-    """What the table shows of a way."""
+    """A row of the table."""
 
     cell: str
     name: str
@@ -95,7 +98,7 @@ def our_way(job: Job, name: str, device: str, folder: str) -> Way:
 
 
 def offloading_engine(model: GPT, job: Job, device: str, folder: str, **zero: Any) -> Any:
-    """Stage 3 with clipping, everything at rest on `device`."""
+    """Return an engine of stage 3 with clipping and all states on `device`."""
     place = {"device": device, "nvme_path": folder}
     zero = {
         "stage": 3,
@@ -110,7 +113,7 @@ def offloading_engine(model: GPT, job: Job, device: str, folder: str, **zero: An
 
 
 def described(facts: dict[str, Any]) -> str:
-    """A machine in a few words."""
+    """Return a short description of the machine."""
     return (
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, with "
         f"{' '.join(facts['has'])}"
@@ -118,7 +121,7 @@ def described(facts: dict[str, Any]) -> str:
 
 
 def copy_rate(folder: str) -> float:
-    """Bytes a second of a plain sequential O_DIRECT write and read of one file, half each."""
+    """Return the bytes per second of a sequential O_DIRECT write and read of one file, averaged."""
     block = mmap.mmap(-1, BLOCK)
     block.write(os.urandom(4096) * (BLOCK // 4096))
     descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
@@ -134,15 +137,15 @@ def copy_rate(folder: str) -> float:
 
 
 def job_of(cell: Cell) -> Job:
-    """What this rank of the launcher's does."""
+    """Return the job of this rank from the launcher's environment."""
     return Job(cell, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 def measure(cell: Cell, steps: int, folder: str) -> list[Row]:
-    """All ways over the same batches in turn.  Collective.
+    """Run all variants over the same batches in turn. Collective.
 
-    Each takes two steps, of which the second counts: in the first it gets back the memory that the
-    others gave up.
+    Each takes two steps, of which the second counts: in the first it allocates memory that the
+    others had released.
     """
     job = job_of(cell)
     batches = Batches(cell, SEQUENCES_PER_RANK, job.rank, job.size)
@@ -163,7 +166,8 @@ def measure(cell: Cell, steps: int, folder: str) -> list[Row]:
             if turn > 0:
                 way.seconds.append(time.perf_counter() - began)
         fence("before the copy")
-        rates.append(job.size * copy_rate(folder))  # all ranks at once: the disk's own speed
+        # all ranks at the same time, which gives the total speed of the disk
+        rates.append(job.size * copy_rate(folder))
     return [row_of(cell, way, ways, statistics.median(rates)) for way in ways]
 
 
@@ -184,7 +188,7 @@ def row_of(cell: Cell, way: Way, ways: list[Way], rate: float) -> Row:
         row.disk_gbps = ranks * (moved.read_bytes + moved.written_bytes) / moved.seconds / 1e9
         row.of_copy = row.disk_gbps * 1e9 / rate
         row.hidden = max(0.0, 1 - moved.waited_seconds / moved.seconds)
-        # Of the timed steps
+        # only timed steps
         shares = [overlap_share(log.transfers, log.collectives) for log in way.logs[3::2]]
         row.during_compute = statistics.median(shares)
         clock = plain.engine.runtime.comm.meter.clock
@@ -208,7 +212,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Goal:
-    """What a way is to reach in every cell: at most, or at least, so much."""
+    """An upper or lower bound for a variant in every cell."""
 
     way: str
     what: str
@@ -247,7 +251,7 @@ GOALS = (
 
 
 def goals(rows: list[Row]) -> list[str]:
-    """A table of what was wanted of the 125M cells and what was found."""
+    """Return a table of the goals and results of the 125M cells."""
     found = [
         goal.line(row)
         for row in rows
@@ -305,7 +309,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def _added(rows: list[Row], memory: str) -> str:
-    """Return what a memory adds to the floor's step, from the least to the most."""
+    """Return the range of additional time over the floor for a memory, in percent."""
     shares = [100 * (row.over_floor - 1) for row in rows if row.name.endswith(memory)]
     return f"{min(shares):.0f} to {max(shares):.0f} %"
 

@@ -1,4 +1,4 @@
-"""Layers above a limit as tiles of rows against whole ones, on one thread: seconds of a step, and
+"""Compare layers that are tiled by rows with whole ones on one thread: seconds of a step, and
 gathered weights.
 
     python -m benchmarks.tile_above                                # a minute or two
@@ -6,8 +6,8 @@ gathered weights.
 
 An embedding and a head of V words and width D that share one weight, and two layers of 4 D between
 them, in fp32 at stage 3 with one unit at a time (`stage3_max_live_parameters` 0): whole, and with
-`tile_above` of 1/4, 1/16 and 1/64 of the weight.  Steps are interleaved, processor time, medians of
-the rounds; ratios are of rounds beside each other. Leaves a table and a picture.
+`tile_above` set to 1/4, 1/16 and 1/64 of the weight. Steps are interleaved. Figures are medians of
+CPU time; ratios compare adjacent rounds. Writes a table and a picture.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 class Case:
-    """One engine.  parts: of the weight, that `tile_above` is; 1: whole layers."""
+    """An engine. parts: `tile_above` is the weight's size divided by this; 1: whole layers."""
 
     def __init__(self, words: int, width: int, parts: int) -> None:
         zero: dict[str, Any] = {
@@ -75,7 +75,7 @@ class Case:
         self.most = 0
 
     def step(self, tokens: Tensor) -> float:
-        """Take a step; return its loss."""
+        """Train one step and return its loss."""
         began = time.process_time()
         loss = self.engine(tokens)
         self.engine.backward(loss)
@@ -85,7 +85,7 @@ class Case:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note the most bytes of weights that are gathered at once."""
+        """Record the largest number of weight bytes that are gathered at once."""
         start = Unit.unshard
 
         def gather(unit: Unit) -> None:
@@ -120,7 +120,7 @@ def main() -> None:
         for parts, case in cases.items():
             losses[parts] = case.step(tokens)
     for case in cases.values():
-        case.seconds = case.seconds[1:]  # the first makes moments
+        case.seconds = case.seconds[1:]  # the first step creates the moments
         with case.watched():
             case.step(tokens)
         case.seconds.pop()

@@ -1,4 +1,4 @@
-"""The loss in tiles of tokens against the loss of all logits, on one thread: seconds and peak
+"""Compare the loss in tiles of tokens with the loss of all logits on one thread: seconds and peak
 bytes.
 
     python -m benchmarks.tiled_loss                                # some minutes
@@ -6,10 +6,10 @@ bytes.
 
 A head of width D, T tokens, V words, fp32, forward and backward: torch's cross entropy of whole
 logits; the library's loop of tiles; DeepSpeed's TiledFusedLogitsLoss over this library, which
-computes tiles again in backward where it is not told the weights; torch's own linear_cross_entropy,
-where this torch has it.  Everything interleaved, processor time, medians of the rounds; ratios are
-of rounds beside each other.  Peaks are those of storages that operators make, beyond the inputs.
-Leaves a table and a picture.
+recomputes tiles in backward if it does not get the weights; torch's linear_cross_entropy, if this
+version of torch has it. Everything is interleaved. Figures are medians of CPU time; ratios compare
+adjacent rounds. Peaks count the storages that operators allocate, without the inputs. Writes a
+table and a picture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from deepseek_zero.report.memory_trace import MemoryTrace
 
 RESULTS = Path(__file__).parent / "results" / "tiled_loss.md"
 ROWS = 512
-BOUND = 1.25  # of the peak over one tile of logits and the two gradients
+BOUND = 1.25  # limit of the peak, relative to one tile of logits and the two gradients
 OURS, DENSE = "ours", "all logits"
 Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 
@@ -82,7 +82,7 @@ def ways() -> dict[str, Way]:
 
 
 class Case:
-    """One head and its tokens."""
+    """A head and its tokens."""
 
     def __init__(self, tokens: int, words: int, width: int) -> None:
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ class Case:
         self.bound = BOUND * 4 * (ROWS * words + tokens * width + words * width)
 
     def run(self, way: Way) -> float:
-        """Return the processor seconds of a forward and a backward."""
+        """Return the CPU seconds of a forward and a backward."""
         self.head.weight.grad = self.x.grad = None
         began = time.process_time()
         way(self.head, self.x, self.targets).backward()
@@ -107,7 +107,9 @@ class Case:
         return trace.peak_bytes
 
     def difference(self, way: Way) -> float:
-        """Return how far gradients are from those of all logits, over the largest of each."""
+        """Return the error of the gradients against all logits, relative to the largest element
+        of each.
+        """
         found = []
         for each in (way, dense):
             self.run(each)
@@ -118,9 +120,7 @@ class Case:
 
 
 def measure(case: Case, rounds: int) -> list[tuple[str, float, float, int, float]]:
-    """Return by way its median seconds, their ratio to all logits', its peak, and how far its
-    gradients are.
-    """
+    """Return (name, median seconds, ratio to all logits, peak, gradient error) of each variant."""
     known = ways()
     seconds: dict[str, list[float]] = {name: [] for name in known}
     for number in range(rounds + 1):

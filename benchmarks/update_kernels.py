@@ -1,10 +1,11 @@
-"""Compare `engine.step()`, norm and update, with PyTorch's fused AdamW for as many fp32 parameters.
+"""Compare `engine.step()`, norm and update, with PyTorch's fused AdamW on the same number of fp32
+parameters.
 
     .venv/bin/python -m benchmarks.update_kernels     # 200M parameters: 6 GB, two minutes
     .venv/bin/python -m benchmarks.update_kernels --millions 50 --threads 1
 
 One process and one rank. The two sides take turns. Each side allocates its memory once, so a step
-is in its steady state. `--kernels torch` measures the update in PyTorch's operations.
+is in its steady state. `--kernels torch` measures the update with PyTorch operations.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ HYPERS = {"lr": 1e-4, "weight_decay": 0.01}
 
 
 def build_engine(layers: int, kernels: str, master: str) -> Any:
-    """Return an engine of a chain of square layers, with a gradient of one small batch."""
+    """Return an engine over a chain of square layers."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -43,7 +44,7 @@ def build_engine(layers: int, kernels: str, master: str) -> Any:
 
 
 def time_engine(engine: Any) -> float:
-    """Return the seconds of one step; forward and backward are not timed."""
+    """Return the seconds of one step without forward and backward."""
     engine.backward(engine(torch.randn(1, WIDTH)).float().square().mean())
     began = time.perf_counter()
     engine.step()
@@ -51,9 +52,7 @@ def time_engine(engine: Any) -> float:
 
 
 def fused_step(layers: int) -> Callable[[], float]:
-    """Return a function that times a step of PyTorch's fused AdamW over the same parameters in
-    fp32.
-    """
+    """Return a function that times PyTorch's fused AdamW on the same parameters in fp32."""
     params = [nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(layers)]
     for param in params:
         param.grad = torch.randn(WIDTH, WIDTH) * 1e-3

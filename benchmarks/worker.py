@@ -1,9 +1,9 @@
-"""What one rank does: build one system, train a few steps, write down what it saw.
+"""Run one rank: build one system, train a few steps, and write its measurements.
 
     python -m benchmarks.worker '{"cell": "tiny-fp32", "system": "floor", ...}'
 
-Started by launch.py.  Of kind "time" the steps are timed and nothing looks at memory; of kind
-"memory" a thread looks at it all the time and nothing is timed.
+launch.py starts this program. A run of kind "time" times the steps and does not sample memory. A
+run of kind "memory" samples memory in a thread and times nothing.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 @dataclass(frozen=True)
 class Task:
-    """One rank's orders.  steps: those after the first.  core: the one to stay on, None for any.
-    context: tokens of a sequence.
+    """The task of one rank.
+
+    Attributes:
+        steps: Steps after the first.
+        core: Core to pin to, or None.
+        context: Tokens per sequence.
     """
 
     cell: str
@@ -50,7 +54,7 @@ class Task:
 
 
 class Trial:
-    """One system on this rank, and what it takes to make it."""
+    """One system on this rank, with the times of its construction."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.cell, self.entry = task, Cell.parse(task.cell), SYSTEMS[task.system]
@@ -63,7 +67,7 @@ class Trial:
         return result
 
     def load(self) -> None:
-        """Import torch, then the system's file and with it the library under test."""
+        """Import torch, then the system's module and with it the measured library."""
         torch = self.timed("import_torch", lambda: importlib.import_module("torch"))
         torch.set_num_threads(1)
         self.versions = {"torch": torch.__version__}
@@ -79,9 +83,7 @@ class Trial:
         )
 
     def build(self) -> None:
-        """The model and the system around it; `initialise` is what the system takes beyond a plain
-        model.
-        """
+        """Build the model and the system; `initialise` is the time beyond a plain model."""
         job = self.common.Job(self.cell, self.task.rank, self.task.ranks)
         share, shares = (0, 1) if self.entry.alone else (job.rank, job.size)
         self.batches = self.model.Batches(self.cell, job.size, share, shares, self.task.context)
@@ -95,7 +97,7 @@ class Trial:
         self.seconds["initialise"] -= self.seconds["build"]
 
     def step(self, number: int) -> float:
-        """One optimizer step; the mean loss of its micro-batches."""
+        """Run one optimizer step; return the mean loss of its micro-batches."""
         losses = [loss.item() for loss in self.system.step(self.batches.of_step(number))]
         return sum(losses) / len(losses)
 
@@ -106,9 +108,7 @@ class Trial:
 
 
 def measure_time(task: Task) -> Report:
-    """Seconds of everything up to the first step and of each later one; CPU and traffic of the
-    later ones.
-    """
+    """Time everything up to the first step, and each later step with its CPU time and traffic."""
     trial = Trial(task)
     trial.load()
     trial.build()
@@ -135,8 +135,8 @@ def measure_time(task: Task) -> Report:
 
 
 def measure_memory(task: Task) -> Report:
-    """Memory before anything, at the peak of initialising, after it, at the peak of training and
-    between steps.
+    """Measure memory after the imports, at the peak and the end of initialization, and in
+    training.
     """
     trial = Trial(task)
     trial.load()
@@ -157,7 +157,7 @@ def _own_count(trial: Trial) -> int:
 
 def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
-    # A benchmark that is killed leaves no rank behind
+    # A killed benchmark must not leave ranks running.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if task.core is not None:
         os.sched_setaffinity(0, {task.core})

@@ -1,5 +1,6 @@
-"""Part 5 of scripts/gpu: 8B parameters if the GPU has 24 GiB; states fill it, then the host, then
-the disk.
+"""Part 5 of scripts/gpu: train 8B parameters on a 24 GiB GPU.
+
+States fill the GPU first, then the host, then the disk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Part 8 of scripts/gpu: what a user does on one GPU, each against plain PyTorch on the same
+"""Part 8 of scripts/gpu: features on one GPU, each compared with plain PyTorch on the same
 device.
 """
 
@@ -60,7 +60,7 @@ def tokens_of(step: int, vocabulary: int = VOCABULARY) -> Tensor:
 
 
 def plain(model: nn.Module, steps: int = STEPS, autocast: bool = False) -> list[float]:
-    """The losses of plain PyTorch."""
+    """Train with plain PyTorch and return the losses."""
     model = model.to(HERE)
     optimizer = torch.optim.AdamW(
         [param for param in model.parameters() if param.requires_grad], **ADAMW
@@ -100,7 +100,7 @@ def train(
 
 
 def near(found: list[float], expected: list[float], tolerance: float) -> Figures:
-    """Check losses, and return how far they are apart."""
+    """Check losses and return their largest difference."""
     gap = max(abs(one - other) for one, other in zip(found, expected, strict=True))
     assert gap < tolerance, (gap, found, expected)
     return {"gap": gap}
@@ -109,7 +109,7 @@ def near(found: list[float], expected: list[float], tolerance: float) -> Figures
 def compared(
     model: nn.Module, expected: list[float], tolerance: float = 2e-4, zero: Any = None, **top: Any
 ) -> Figures:
-    """Train an engine over a model, and compare its losses."""
+    """Train an engine over a model and compare its losses."""
     engine = engine_of(model, zero, **top)
     found = train(engine, len(expected))
     engine.destroy()
@@ -194,7 +194,7 @@ def gradient_checkpointing() -> Figures:
 
 
 class Tower(nn.Module):
-    """Blocks that are recomputed."""
+    """Blocks with activation checkpointing."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Tower(nn.Module):
 
 
 def activations_on_the_host() -> Figures:
-    """The same bits, and less memory of the device."""
+    """Activations on the host give the same bits with less device memory."""
     width, rows = (64, 64) if IS_DRY else (256, 65536)
     found: dict[str, tuple[list[float], int]] = {}
     for place in ("none", "cpu"):
@@ -309,9 +309,7 @@ def memory_report() -> Figures:
 
 
 def trainer() -> Figures:
-    """The Trainer of transformers with a DeepSpeed JSON has the losses of the Trainer without
-    it.
-    """
+    """The Trainer with a DeepSpeed JSON has the same losses as without it."""
     losses = {}
     for kind in ("plain", "zero"):
         program = [sys.executable, trainer_program.__file__, kind, tempfile.mkdtemp()]
@@ -354,7 +352,8 @@ CHECKS: tuple[tuple[str, Callable[[], Figures | None], tuple[str, ...]], ...] = 
     ("memory report", memory_report, ()),
     ("Trainer with a DeepSpeed JSON", trainer, ("accelerate",)),
 )
-SLOW_DRY = ("engine.compile", "Trainer with a DeepSpeed JSON")  # a compiler, and two more processes
+# slow in a dry run: a compiler, and two more processes
+SLOW_DRY = ("engine.compile", "Trainer with a DeepSpeed JSON")
 
 
 def main() -> None:

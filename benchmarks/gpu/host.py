@@ -1,9 +1,9 @@
-"""Part 4 of scripts/gpu: 3B parameters with the optimizer on the host; the build, the first step
-and a steady step.
+"""Part 4 of scripts/gpu: build 3B parameters with the optimizer on the host, and time the first
+step and a later one.
 
-The host updates a unit in the next forward, before the unit's weight is used. So `step() s` is the
-time of the norm and the decision, and the update is in the rest of the step. With super_offload
-the host updates units in backward.
+The host updates a unit in the next forward, before the unit's weight is used. `step() s` is
+therefore the time of the norm and the decision, and the update is in the rest of the step. With
+super_offload the host updates units in backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def measure(name: str, size: Size, offload: dict[str, Any], steps: int) -> None:
-    """Tell of the build and the steps of one engine, with more keys of offload_optimizer."""
+    """Report the build and the steps of one engine with additional keys of offload_optimizer."""
     here = device()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": size.batch,

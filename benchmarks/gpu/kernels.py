@@ -1,6 +1,4 @@
-"""Part 7 of scripts/gpu: codecs compared with a copy of memory, and sparse attention compared with
-dense attention.
-"""
+"""Part 7 of scripts/gpu: compare codecs with a memory copy, and sparse with dense attention."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from deepseek_zero.precision.codecs import Blocks, codec_scratch
 
 
 def seconds_of(work: Callable[[], object], rounds: int) -> float:
-    """The median of some rounds; the first is not counted."""
+    """Return the median time of several rounds after a warm-up."""
     taken = []
     for _ in range(rounds + 1):
         synchronize(device())
@@ -33,7 +31,7 @@ def seconds_of(work: Callable[[], object], rounds: int) -> float:
 
 
 def codec(bits: int, block: int, numel: int, rounds: int) -> dict[str, Any]:
-    """Billions of elements a second."""
+    """Return billions of elements per second."""
     here, made = device(), Blocks(bits, block)
     values, out = torch.randn(numel, device=here), torch.empty(numel, device=here)
     message = torch.empty(made.length(numel), dtype=made.dtype, device=here)
@@ -47,7 +45,7 @@ def codec(bits: int, block: int, numel: int, rounds: int) -> dict[str, Any]:
 
 
 def attention(length: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of forward and backward."""
+    """Return the milliseconds of forward and backward."""
     here = device()
     dtype = torch.bfloat16 if here.type == "cuda" else torch.float32
     given = [

@@ -1,6 +1,4 @@
-"""The output of a part of `scripts/gpu`, one line for each result, and the common start of all
-parts.
-"""
+"""The result lines that a part of `scripts/gpu` prints, and the common start of all parts."""
 
 from __future__ import annotations
 
@@ -20,8 +18,13 @@ MARK = "RESULT "
 
 @dataclass
 class Result:
-    """name: of the check.  verdict: "ok", "FAILED" or "skipped".  figures: by name with its unit.
-    why: the reason.
+    """The result of one check.
+
+    Attributes:
+        name: Name of the check.
+        verdict: "ok", "FAILED" or "skipped".
+        figures: Values by name with unit.
+        why: The reason of a failure or a skip.
     """
 
     name: str
@@ -30,7 +33,7 @@ class Result:
     why: str = ""
 
     def found(self) -> str:
-        """The figures and the reason, on one line."""
+        """Return the figures and the reason in one line."""
         shown = [f"{name} {_short(value)}" for name, value in self.figures.items()]
         return ", ".join([*shown, *([self.why] if self.why else [])])
 
@@ -43,13 +46,14 @@ def _short(value: Any) -> str:
 
 
 def write_result(result: Result) -> None:
-    """Hand a result to the parent, on a line of its own: pytest's dots end without one."""
+    """Send a result to the parent on a separate line, because pytest's dots have no line end."""
     print(f"\n{MARK}{json.dumps(asdict(result))}", flush=True)
 
 
 def attempt(name: str, work: Callable[[], dict[str, Any] | None]) -> None:
-    """Tell of some work: the figures it returns and its seconds, or its error. The traceback goes
-    to the log.
+    """Run a check and report its figures and seconds, or its error.
+
+    The traceback goes to the log.
     """
     began = time.perf_counter()
     try:
@@ -63,7 +67,7 @@ def attempt(name: str, work: Callable[[], dict[str, Any] | None]) -> None:
 
 
 def free() -> None:
-    """Return what the last work left to the device."""
+    """Release the device memory of the previous check."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -72,7 +76,7 @@ def free() -> None:
 
 
 def begin(arguments: Sequence[str] | None = None) -> bool:
-    """Read a part's arguments and describe a world of one; whether this is a dry run."""
+    """Parse a part's arguments and set up a world of one rank; return whether this is a dry run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--dry-run", action="store_true")
     asked = parser.parse_args(arguments)
@@ -89,7 +93,7 @@ def begin(arguments: Sequence[str] | None = None) -> bool:
 
 
 def device() -> Any:
-    """The GPU, or the CPU in a dry run."""
+    """Return the GPU, or the CPU in a dry run."""
     import torch  # noqa: PLC0415
 
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

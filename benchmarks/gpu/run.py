@@ -1,10 +1,10 @@
-"""Runs the parts of `scripts/gpu`, each in a separate process with a time limit, and writes their
+"""Run the parts of `scripts/gpu`, each in a separate process with a time limit, and write their
 results.
 
-A part is a module of this folder. It prints `RESULT` and a line of JSON for each thing that it has
-found (results.py). After every result `gpu.json` and `gpu.md` are rewritten, so an interrupted call
-keeps all results so far. The whole output of a part is in `NAME.log`. A part that fails, or does
-not end in time, is a result too.
+A part is a module of this folder. It prints `RESULT` and a line of JSON for each result
+(results.py). `gpu.json` and `gpu.md` are rewritten after every result, so an interrupted run keeps
+all results so far. The whole output of a part is in `NAME.log`. A part that fails or exceeds its
+time limit is a result, too.
 """
 
 from __future__ import annotations
@@ -30,22 +30,26 @@ from typing import Any
 from benchmarks.gpu.results import MARK, Result
 
 ROOT = Path(__file__).resolve().parents[2]
-# As imported
+# import names
 REQUIRED = ("torch", "numpy", "pydantic", "typer", "rich", "psutil", "hjson", "cpuinfo")
 REPORTED = ("torch", "transformers", "peft", "deepspeed", "pytest", "triton")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process. what: its title.  seconds: its limit.  needs: it is skipped without these
-    packages.
+    """One process.
+
+    Attributes:
+        what: Title.
+        seconds: Time limit.
+        needs: Packages without which the part is skipped.
     """
 
     name: str
     what: str
     seconds: float
     needs: tuple[str, ...] = ()
-    module: str = ""  # without a name of its own, benchmarks.gpu.NAME
+    module: str = ""  # by default benchmarks.gpu.NAME
 
 
 PARTS = (
@@ -62,7 +66,7 @@ PARTS = (
 
 @dataclass
 class Report:
-    """The results of a call, and the folder that it writes."""
+    """The results of a run and its output folder."""
 
     out: Path
     facts: dict[str, Any]
@@ -94,14 +98,14 @@ class Report:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file at once, so that a call that is killed leaves the one before or this one."""
+    """Replace a file atomically, so that an interrupted run leaves a complete file."""
     hidden = path.with_name(f".{path.name}")
     hidden.write_text(text, encoding="utf-8")
     hidden.replace(path)
 
 
 def run_part(part: Part, report: Report, seconds: float, options: Sequence[str]) -> None:
-    """Run one part with a time limit in seconds, and add each result at once."""
+    """Run one part with a time limit in seconds, and add each result immediately."""
     missing = [name for name in part.needs if find_spec(name) is None]
     if missing:
         report.add(
@@ -124,7 +128,7 @@ def run_part(part: Part, report: Report, seconds: float, options: Sequence[str])
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that the processes it starts end with it
+        start_new_session=True,  # so that all of its processes can be killed together
     )
     lines: queue.Queue[str | None] = queue.Queue()
     reader = threading.Thread(target=_read, args=(child, lines), daemon=True)
@@ -171,17 +175,17 @@ def _read(child: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
 
 
 def _end(child: subprocess.Popen[str]) -> int | None:
-    """Return the exit code of a part; after its time limit end its processes and return None."""
+    """Return the exit code of a part; kill its processes and return None after the time limit."""
     try:
         return child.wait(timeout=2.0)
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # its own session, without other processes
+        os.killpg(child.pid, signal.SIGKILL)  # a session without other processes
         child.wait()
         return None
 
 
 def facts(asked: argparse.Namespace) -> dict[str, Any]:
-    """What a reader must know of the machine."""
+    """Return the facts of the machine that readers need."""
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "python": platform.python_version(),
@@ -205,7 +209,10 @@ def facts(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    """Run the chosen parts; return 1 if something failed, 2 if nothing could start."""
+    """Run the selected parts.
+
+    Returns 1 if something failed and 2 if nothing could start.
+    """
     table = "\n".join(f"  {part.name:8} {part.what}" for part in parts)
     parser = argparse.ArgumentParser(
         prog="scripts/gpu",
@@ -243,7 +250,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
                 part.name, Result(part.what, "skipped", why=f"the {asked.seconds:.0f} s are over")
             )
             continue
-        limit = left if asked.dry_run else min(part.seconds, left)  # limits are those of a GPU
+        limit = left if asked.dry_run else min(part.seconds, left)  # the limits are for a GPU
         run_part(part, report, limit, ["--dry-run"] if asked.dry_run else [])
     failed = report.failed
     print(

@@ -1,5 +1,5 @@
-"""Part 6 of scripts/gpu: two processes on one GPU train as one process of plain PyTorch does, to
-the bit.
+"""Part 6 of scripts/gpu: two processes on one GPU train bitwise like one process of plain
+PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Run:
-    """What two ranks train. place: of the optimizer's states. is_pipeline: each rank is a stage."""
+    """The training of two ranks.
+
+    Attributes:
+        place: Where the optimizer states are.
+        is_pipeline: Each rank is a stage.
+    """
 
     stage: int
     dtype: str
@@ -60,7 +65,7 @@ RUNS = (
 
 
 def two_ranks(run: Run) -> None:
-    """Train on two ranks; raise if a weight differs from that of one process of plain PyTorch."""
+    """Train on two ranks; raise if a weight differs from plain PyTorch in one process."""
     folder = tempfile.mkdtemp()
     environment = {name: value for name, value in os.environ.items() if name not in WORLD}
     environment |= {"GPU_OUT": folder, **run.environment()}

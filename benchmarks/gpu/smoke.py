@@ -1,5 +1,5 @@
-"""Part 1 of scripts/gpu: each stage and number format against plain PyTorch, and two engines with
-offload.
+"""Part 1 of scripts/gpu: compare each stage and dtype with plain PyTorch, and offload in two
+engines.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
 def fp16(stage: int) -> dict[str, Any]:
-    """fp16 has no run of plain PyTorch with the same bits: the loss is near, and falls."""
+    """Train in fp16, for which plain PyTorch has no bitwise reference: the loss is close and
+    decreases.
+    """
     exact = trained(**config(stage, "fp32", optimizer=ADAMW))
     low = trained(
         **config(stage, "fp32", optimizer=ADAMW, fp16={"enabled": True, "initial_scale_power": 8})
@@ -47,7 +49,7 @@ def fp16(stage: int) -> dict[str, Any]:
 
 
 def two_engines() -> dict[str, Any]:
-    """The second one locks memory at addresses that the first one has given back."""
+    """Lock memory with a second engine at addresses that the first one has released."""
     found = []
     for place in ("cpu", "cpu", "nvme"):
         entry = {"device": place, "pin_memory": True, "nvme_path": tempfile.mkdtemp()}

@@ -1,5 +1,6 @@
-"""Part 3 of scripts/gpu: a step of a 1.3B model at one rank: plain PyTorch, FSDP2, this library and
-DeepSpeed.
+"""Part 3 of scripts/gpu: time a step of a 1.3B model on one rank.
+
+Compares plain PyTorch, FSDP2, this library and DeepSpeed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main() -> None:
     told: dict[str, int] = {}
 
     def on_rows(rows: dict[str, Row]) -> None:
-        """Tell of the system that has run: its first round, then all its rounds."""
+        """Report the system that has just run, after its first round and again after all rounds."""
         ran = {name: row for name, row in rows.items() if row.failed or row.seconds}
         for name, found in figures(size, ran).items():
             count = len(rows[name].seconds)

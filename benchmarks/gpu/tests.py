@@ -1,5 +1,6 @@
-"""Part 2 of scripts/gpu: tests/gpu, with plain pytest; every failing test is a result, and so is
-the total.
+"""Part 2 of scripts/gpu: run tests/gpu with plain pytest.
+
+Every failing test is a result, and so is the total.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from benchmarks.gpu.results import Result, write_result
 
 
 class OutcomeReporter:
-    """Counts outcomes and reports each failure at once."""
+    """Counts outcomes and reports each failure immediately."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Write the name of a test to the log before it runs: it may not end in time."""
+        """Write the name of a test to the log before it runs, in case it does not end in time."""
         print(f"\n{nodeid}", flush=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -1,14 +1,15 @@
-"""One GPU: our engine at one rank against plain PyTorch and FSDP2, on GPTs of 350M, 1.3B and 7B.
+"""One GPU: compare our engine on one rank with plain PyTorch and FSDP2, on GPTs of 350M, 1.3B and
+7B.
 
     # under 8 minutes on one H200; writes benchmarks/results/gpu.json
     python benchmarks/gpu/throughput.py
     # a few steps of each with a tiny model, on any device
     python benchmarks/gpu/throughput.py --dry-run
 
-All train in bf16 with fp32 masters and fused AdamW, interleaved round by round.  Plain PyTorch
-keeps bf16 weights and fp32 masters and casts after each step.  TFLOP/s are the model's: products of
-weights and of causal attention, three times for forward and backward; what checkpointing computes
-again is not counted, nor is padding (there is none).
+All train in bf16 with fp32 main weights and fused AdamW, interleaved round by round. Plain PyTorch
+keeps bf16 weights and fp32 main weights and casts after each step. TFLOP/s are the model's:
+products of weights and of causal attention, times three for forward and backward. Recomputation is
+not counted. There is no padding.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file
 
 import deepseek_zero as dz
 from benchmarks.cells import ADAMW, Shape
@@ -45,13 +46,16 @@ from deepseek_zero.base.errors import brief
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "gpu.json"
 VOCABULARY = 32_000
-WARM = 3  # steps before the first that counts
+WARM = 3  # warm-up steps
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model ready to train.  compute: forward and backward of a batch, returning its loss.
-    engine: ours.
+    """A model ready to train.
+
+    Attributes:
+        compute: Forward and backward of a batch; returns the loss.
+        engine: The engine of this library, if any.
     """
 
     compute: Callable[[Tensor, Tensor], Tensor]
@@ -84,7 +88,7 @@ def computed_by(engine: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its batch.  checkpointed: each block is computed again in backward."""
+    """A model and its batch. checkpointed: recompute each block in backward."""
 
     shape: Shape
     context: int
@@ -99,7 +103,9 @@ class Size:
 
     @property
     def flops(self) -> float:
-        """Of one step: 2 per weight and token in forward, 2 x context x width per layer for causal
+        """FLOPs of one step.
+
+        Forward: 2 per weight and token, and 2 x context x width per layer and token for causal
         attention.
         """
         shape = self.shape
@@ -113,14 +119,14 @@ SIZES = {
     "tiny": Size(Shape(2, 64), 64, 2, ALL, rounds=1),
     "350m": Size(Shape(24, 1024), 1024, 8, ALL),
     "1.3b": Size(Shape(24, 2048), 2048, 8, ALL),
-    # Plain PyTorch takes 20 bytes a parameter: 134 GB and the activations are more than the GPU
-    # has.
+    # Plain PyTorch takes 20 bytes per parameter: 134 GB and the activations exceed the GPU's
+    # memory.
     "7b": Size(Shape(32, 4096), 2048, 8, ("fsdp2", "ours-3"), rounds=1, checkpointed=True),
 }
 
 
 class Model(nn.Module):
-    """The GPT of the CPU benchmarks with a vocabulary and a context of usual size."""
+    """The GPT of the CPU benchmarks with a common size of vocabulary and context."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -163,7 +169,7 @@ def fsdp2(model: Model, device: torch.device) -> Trained:
 
 def settings_of(stage: int) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 1,  # no loader is made, so nothing depends on it
+        "train_micro_batch_size_per_gpu": 1,  # no loader is made, so this value has no effect
         "steps_per_print": 10**9,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": ADAMW},
@@ -180,7 +186,7 @@ def ours(stage: int) -> Callable[[Model, torch.device], Trained]:
 
 
 def theirs(stage: int) -> Callable[[Model, torch.device], Trained]:
-    """Genuine DeepSpeed, if it is installed."""
+    """Return the builder for genuine DeepSpeed, if it is installed."""
 
     def build(model: Model, device: torch.device) -> Trained:
         import deepspeed  # noqa: PLC0415
@@ -205,9 +211,11 @@ SYSTEMS: dict[str, Callable[[Model, torch.device], Trained]] = {
 
 @dataclass
 class Row:
-    """What one system did at one size.  states: bytes of its memory report, predicted and measured.
+    """The results of one system at one size.
 
-    device_events: kernels and copies of one step.
+    Attributes:
+        states: Predicted and measured bytes of its memory report.
+        device_events: Kernels and copies of one step.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -220,13 +228,13 @@ class Row:
 
 
 def batch_for(size: Size, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, the same in every step."""
+    """Return tokens and targets, which are the same in every step."""
     data = torch.randint(0, VOCABULARY, (size.batch, size.context + 1), device=device)
     return data[:, :-1].contiguous(), data[:, 1:].contiguous()
 
 
 def measure(row: Row, name: str, size: Size, device: torch.device, steps: int) -> None:
-    """One round of one system, added to its row."""
+    """Run one round of one system and add it to its row."""
     torch.manual_seed(0)
     tokens, targets = batch_for(size, device)
     with device:
@@ -247,7 +255,7 @@ def measure(row: Row, name: str, size: Size, device: torch.device, steps: int) -
     if trained.engine is not None:
         report = trained.engine.memory_report()
         row.states = report.predicted_total, report.measured_total
-    for _ in range(2):  # by itself, because a wait between backward and update may cost time
+    for _ in range(2):  # separately, because a wait between backward and update may cost time
         trained.compute(tokens, targets)
         _wait(device)
         began = time.perf_counter()
@@ -258,7 +266,7 @@ def measure(row: Row, name: str, size: Size, device: torch.device, steps: int) -
 
 
 def events_of(trained: Trained, tokens: Tensor, targets: Tensor) -> int:
-    """How many kernels and copies the device runs in one step."""
+    """Return the number of kernels and copies that the device runs in one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         trained.step(tokens, targets)
         torch.cuda.synchronize()
@@ -276,10 +284,10 @@ def compare(
     steps: int,
     on_rows: Callable[[dict[str, Row]], None] = lambda rows: None,
 ) -> dict[str, Row]:
-    """Run all systems of one size, interleaved; a system that does not fit is reported and not run
-    again.
+    """Run all systems of one size, interleaved.
 
-    on_rows: receives all rows after each run of a system.
+    A system that does not fit is reported and not run again. on_rows: receives all rows after each
+    run of a system.
     """
     rows = {name: Row() for name in size.systems}
     for _ in range(size.rounds):
@@ -289,7 +297,7 @@ def compare(
                     measure(row, name, size, device, steps)
                 except torch.cuda.OutOfMemoryError:
                     row.failed = "out of memory"
-                except Exception as error:  # the others are measured all the same
+                except Exception as error:  # continue with the other systems
                     traceback.print_exc()
                     row.failed = brief(error)
                 on_rows(rows)
@@ -300,8 +308,10 @@ def compare(
 
 
 def figures(size: Size, rows: dict[str, Row]) -> dict[str, dict[str, Any]]:
-    """What is written down of each system; `over_plain` and `over_fsdp2` are ratios of medians,
-    `loss_gap` to the first that ran.
+    """Return the figures of each system by name.
+
+    `over_plain` and `over_fsdp2` are ratios of medians. `loss_gap` is relative to the first system
+    that ran.
     """
     ran = {name: row for name, row in rows.items() if not row.failed}
     median = {name: statistics.median(row.seconds) for name, row in ran.items()}
@@ -327,7 +337,7 @@ def figures(size: Size, rows: dict[str, Row]) -> dict[str, dict[str, Any]]:
 
 
 def show(name: str, size: Size, found: dict[str, dict[str, Any]]) -> None:
-    """One line per system."""
+    """Print one line per system."""
     remark = ", blocks checkpointed" if size.checkpointed else ""
     print(
         f"{name}: {size.shape.layers} x {size.shape.width}, {size.batch} x {size.context} "
@@ -346,7 +356,7 @@ def show(name: str, size: Size, found: dict[str, dict[str, Any]]) -> None:
 
 
 def join(device: torch.device) -> None:
-    """Start a group of one."""
+    """Initialize a process group of one rank."""
     is_gpu = device.type == "cuda"
     dist.init_process_group("nccl" if is_gpu else "gloo", device_id=device if is_gpu else None)
 
@@ -382,7 +392,7 @@ def main() -> None:
         found = figures(size, compare(size, device, 1 if asked.dry_run else asked.steps))
         show(name, size, found)
         report["sizes"][name] = found
-        if not asked.dry_run:  # after every size: a run that is cut short has what it measured
+        if not asked.dry_run:  # after every size, so that an interrupted run keeps its results
             asked.out.parent.mkdir(parents=True, exist_ok=True)
             asked.out.write_text(json.dumps(report, indent=1) + "\n")
     dist.destroy_process_group()

@@ -1,5 +1,4 @@
-"""One GPU: how large a model trains exactly, and how fast, with its states on the device, on the
-host and on a disk.
+"""One GPU: the largest models and their speed with states on the device, on the host and on a disk.
 
     # 7B to 32B; writes benchmarks/results/gpu_tiers.json
     python benchmarks/gpu/tiers.py --folder /mnt/nvme
@@ -8,10 +7,10 @@ host and on a disk.
     # both with tiny models, on any device
     python benchmarks/gpu/tiers.py --dry-run
 
-Every model is built on the meta device and never whole in one memory.  `"device": "auto"` fills the
-GPU, then the host, then the disk.  All clip by the exact norm of the whole gradient, which is known
-before the first weight changes (docs/design/update-timing.md).  TFLOP/s are the model's, as in
-throughput.py: what checkpointing computes again is not counted, nor is padding (there is none).
+Every model is built on the meta device and is never whole in one memory. `"device": "auto"` fills
+the GPU, then the host, then the disk. All runs clip by the exact norm of the whole gradient, which
+is known before the first weight changes (docs/design/update-timing.md). TFLOP/s are the model's, as
+in throughput.py: recomputation is not counted, and there is no padding.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a file
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a file
 
 import deepseek_zero as dz
 from benchmarks.cells import ADAMW, Shape
@@ -42,15 +41,13 @@ from deepseek_zero.planner.unit_tiers import describe_tiers
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "gpu_tiers.json"
 GIB = 1 << 30
-WARM = 2  # steps before the first that counts
+WARM = 2  # warm-up steps
 OUT_OF_MEMORY = (OutOfMemoryError, torch.cuda.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
 class Memories:
-    """What one run may take, in bytes.  device: states and buffers; activations need the rest of
-    it.
-    """
+    """Limits of one run in bytes. device: for states and buffers; activations need the rest."""
 
     device: int
     host: int
@@ -60,7 +57,7 @@ class Memories:
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, and how its moments are kept."""
+    """A model and the format of its moments."""
 
     size: Size
     moments: str = "fp32"
@@ -87,7 +84,7 @@ TINY = {
     "tiny": checkpointed_gpt(3, 128, 64, 2),
     "tiny-bf16-moments": checkpointed_gpt(3, 128, 64, 2, moments="bf16"),
 }
-# Under a cap: one width, more and more layers.
+# Under a cap: one width with an increasing number of layers.
 LADDERS = {
     "plain": [checkpointed_gpt(layers, 4096, batch=4) for layers in (3, 4, 5, 6, 7, 8, 10)],
     "ours": [checkpointed_gpt(layers, 4096, batch=4) for layers in (40, 60, 70, 75, 80, 90)],
@@ -100,7 +97,9 @@ TINY_LADDERS = {
 
 @dataclass
 class Found:
-    """What one model did.  placement: how many units' weights and states rest where."""
+    """The results of one model. placement: numbers of units by place of their weights and
+    states.
+    """
 
     name: str
     params: int
@@ -144,8 +143,9 @@ def train(
     steps: int,
     on_step: Callable[[int, float], None] = lambda *_: None,
 ) -> Found:
-    """Train a few steps, or report that the model does not fit.  on_step: receives each step's
-    number and seconds.
+    """Train a few steps, or report that the model does not fit.
+
+    on_step: receives the number and the seconds of each step.
     """
     found = Found(name, kind.params, kind.size.tokens)
     try:
@@ -182,8 +182,9 @@ def _train(
 
 
 def plainly(kind: Kind, device: torch.device) -> bool:
-    """Whether plain PyTorch takes two steps with it: bf16 weights, fp32 masters, fused AdamW, on
-    the device alone.
+    """Return whether plain PyTorch can train two steps on the device without offload.
+
+    It uses bf16 weights, fp32 main weights and fused AdamW.
     """
     try:
         with device:
@@ -199,7 +200,7 @@ def plainly(kind: Kind, device: torch.device) -> bool:
 
 
 def largest(kinds: Sequence[Kind], fits: Callable[[Kind], bool]) -> Kind | None:
-    """The last one before the first that does not fit."""
+    """Return the last model before the first one that does not fit."""
     found = None
     for kind in kinds:
         if not fits(kind):
@@ -220,7 +221,7 @@ def free() -> None:
 def under_a_cap(
     ladders: dict[str, list[Kind]], cap: int, memories: Memories, device: torch.device
 ) -> dict[str, Any]:
-    """The largest models that train where the GPU seems to have `cap` bytes."""
+    """Return the largest models that train if the GPU memory is limited to `cap` bytes."""
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(
             cap / torch.cuda.get_device_properties(device).total_memory, device

@@ -1,4 +1,4 @@
-"""A program of the Trainer's; started by checks.py: `trainer_program.py plain|zero FOLDER`."""
+"""A program that uses the Trainer, started by checks.py: `trainer_program.py plain|zero FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The systems by name: which file builds each, and with what.  No torch here: the parent process
-reads this table.
+"""The compared systems by name, with the module that builds each and its options.
 
-Each file has `build(make_model, job, ...)`, which returns a `System` (common.py).
+This module does not import torch, because the parent process reads the table. Each system module
+has `build(make_model, job, ...)`, which returns a `System` (common.py).
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DEEPSPEED = (
     ROOT / ".venv-deepspeed"
-).resolve()  # a link to another checkout's: one path, or it compiles anew
+    # resolve a link to another checkout, because a different path would compile operators again
+).resolve()
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How to build one system.
+    """The options to build one system.
 
-    alone: one process does the work of all ranks.  learns: its losses are those of the one-process
-    run.  timed: its steps are measured, not only its memory.
+    Attributes:
+        alone: One process does the work of all ranks.
+        learns: Its losses are those of the single-process run.
+        timed: Its steps are timed, in addition to its memory.
     """
 
     module: str
@@ -41,7 +44,7 @@ class Entry:
         return self.module != "deepspeed" or (DEEPSPEED / ".installed").exists()
 
 
-# In the order of the tables.
+# in the order of the tables
 SYSTEMS: dict[str, Entry] = {
     "floor": Entry("floor", learns=False),
     "single": Entry("single", alone=True),

@@ -1,5 +1,5 @@
-"""What the systems share: what they return, one micro-batch after the other, and AdamW on fp32
-masters.
+"""Code shared by the systems: their result type, micro-batch loops, and AdamW on fp32 main
+weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Step = Callable[[list[Batch]], list[Tensor]]
 
 @dataclass(frozen=True)
 class Job:
-    """Where this process stands: its cell, its rank, and the number of ranks."""
+    """The cell, the rank of this process and the number of ranks."""
 
     cell: Cell
     rank: int
@@ -37,23 +37,23 @@ class Job:
 
 @dataclass
 class System:
-    """A model ready to train.  step: one optimizer step over its micro-batches, returning their
+    """A model ready to train. step: runs one optimizer step over its micro-batches; returns the
     losses.
     """
 
     step: Step
-    sent_bytes: Callable[[], int] | None = None  # by the system's own count, since it was built
-    settings: dict[str, Any] = field(default_factory=dict)  # what it runs with, for the reader
+    sent_bytes: Callable[[], int] | None = None  # the system's own count since its construction
+    settings: dict[str, Any] = field(default_factory=dict)  # for the report
 
 
 def join() -> None:
-    """Enter the group that the environment describes, unless this process is in one."""
+    """Initialize the process group from the environment, unless it is initialized."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
 
 
 def take_a_core(rank: int, size: int) -> int:
-    """One thread, on a core of its own where there are as many as ranks; how many there are."""
+    """Use one thread, pinned to a core if there are enough; return the number of cores."""
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     if size <= len(cores):
@@ -62,7 +62,7 @@ def take_a_core(rank: int, size: int) -> int:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """This rank's seconds of some work that all ranks begin together.  Collective."""
+    """Return this rank's seconds of work that all ranks begin together. Collective."""
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -74,8 +74,9 @@ def backward_all(
     batches: Sequence[Batch],
     quiet: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Tensor]:
-    """Forward and backward of every micro-batch, the gradient of their mean; all but the last
-    inside `quiet()`.
+    """Run forward and backward of every micro-batch with the gradient of their mean.
+
+    All but the last run inside `quiet()`.
     """
     losses = []
     for number, (tokens, targets) in enumerate(batches):
@@ -87,7 +88,7 @@ def backward_all(
 
 
 def engine_settings(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
-    """The cell in DeepSpeed's words, for the two systems that speak them."""
+    """Return the cell as a DeepSpeed configuration, for the two systems that use one."""
     return {
         "train_micro_batch_size_per_gpu": SEQUENCES_PER_RANK,
         "gradient_accumulation_steps": job.cell.accumulation,
@@ -98,7 +99,7 @@ def engine_settings(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_step(engine: Any) -> Step:
-    """`engine(...)`, `engine.backward`, `engine.step` for every micro-batch."""
+    """Return a step of `engine(...)`, `engine.backward` and `engine.step` for every micro-batch."""
 
     def step(batches: list[Batch]) -> list[Tensor]:
         losses = []
@@ -113,16 +114,15 @@ def engine_step(engine: Any) -> Step:
 
 
 def to_bf16(params: Iterable[nn.Parameter]) -> None:
-    """Round the weights in place, parameter by parameter, so that never a second whole model
-    exists.
-    """
+    """Round the weights in place one by one, so that no second copy of the model exists."""
     for param in params:
         param.data = param.data.to(torch.bfloat16)
 
 
 class MasterAdamW:
-    """Fused AdamW over `part` of each weight; below bf16 weights it keeps fp32 masters, cut from
-    the fp32 originals.
+    """Fused AdamW over `part` of each weight.
+
+    With bf16 weights it keeps fp32 main weights, initialized from the fp32 originals.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class MasterAdamW:
         self.optimizer = torch.optim.AdamW(self.masters, fused=True, **ADAMW)
 
     def step(self) -> None:
-        """Update from the weights' gradients, and forget those."""
+        """Update from the weights' gradients, and clear the gradients."""
         for master, weight in zip(self.masters, self.weights, strict=True):
             assert weight.grad is not None
             master.grad = self.part(weight.grad).float()

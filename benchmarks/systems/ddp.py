@@ -1,5 +1,6 @@
-"""DistributedDataParallel: every rank holds everything; gradients are averaged in the dtype they
-are computed in.
+"""DistributedDataParallel: every rank holds everything.
+
+Gradients are averaged in their own dtype.
 """
 
 from __future__ import annotations

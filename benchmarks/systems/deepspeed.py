@@ -1,4 +1,4 @@
-"""Genuine DeepSpeed at one stage, with its defaults; runs in its own environment
+"""Genuine DeepSpeed at one stage with its defaults, in a separate environment
 (../deepspeed_env).
 """
 
@@ -11,7 +11,7 @@ from .common import Job, MakeModel, System, engine_settings, engine_step
 
 def build(make_model: MakeModel, job: Job, *, stage: int) -> System:
     zero = {"stage": stage}
-    # 1.0 unless said, and other losses with it
+    # the default of 1.0 would give other losses
     settings = {**engine_settings(job, zero), "gradient_clipping": 0.0}
     deepspeed.init_distributed("gloo", verbose=False)
     engine, *_ = deepspeed.initialize(model=make_model(), config=settings)

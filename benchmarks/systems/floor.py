@@ -1,8 +1,8 @@
-"""Ranks that never talk: each trains on its own part of the batch and updates its own part of the
+"""Ranks that never communicate: each trains on its part of the batch and updates its part of the
 elements.
 
-The computation that any ZeRO has, and nothing else: what a step takes beyond this is what sharding
-costs.  Each rank's weights go their own way, so its losses mean nothing.
+This is the computation that any ZeRO implementation has. The remaining time of a step is the cost
+of sharding. The weights of the ranks diverge, so losses have no meaning.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .common import Job, MakeModel, MasterAdamW, Step, System, backward_all, joi
 def build(make_model: MakeModel, job: Job) -> System:
     join()
     step = floor_step(make_model(), job)
-    # Silent from here on, but started together: ranks of one machine share its memory bus
+    # Ranks start together, because they share the machine's memory bandwidth.
     dist.barrier()
     return System(step)
 
 
 def floor_step(model: GPT, job: Job, halfway: Callable[[], object] = lambda: None) -> Step:
-    """One step of one rank.  halfway: called between its backward and its update."""
+    """Return a step of one rank. halfway: called between its backward and its update."""
 
     def own_part(tensor: Tensor) -> Tensor:
         flat = tensor.view(-1)

@@ -1,4 +1,6 @@
-"""FSDP2 (`fully_shard`) per block and root; fp32 parameters are the masters under a bf16 policy."""
+"""FSDP2 (`fully_shard`) per block and root; with a bf16 policy the fp32 parameters are main
+weights.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from .common import Job, MakeModel, System, join
 
 
 def build(make_model: MakeModel, job: Job, *, reshard_after_forward: bool) -> System:
-    """reshard_after_forward: True gathers weights twice a micro-batch (stage 3), False keeps them
+    """Build the system.
+
+    reshard_after_forward: True gathers weights twice per micro-batch (stage 3), False keeps them
     until backward.
     """
     join()
@@ -29,8 +33,8 @@ def build(make_model: MakeModel, job: Job, *, reshard_after_forward: bool) -> Sy
     def step(batches: list[Batch]) -> list[Tensor]:
         losses = []
         for number, (tokens, targets) in enumerate(batches):
-            # Like stage 2, gathered weights last for the whole step; gradients are sharded after
-            # every micro-batch.
+            # As at stage 2, gathered weights are kept for the whole step; gradients are sharded
+            # after every micro-batch.
             model.set_reshard_after_backward(reshard_after_forward or number == len(batches) - 1)
             loss = model(tokens, targets)
             (loss / len(batches)).backward()

@@ -1,8 +1,7 @@
 """This library at one stage, through `deepseek_zero.initialize`.
 
-Stage 3 runs with a window of nothing: each unit is released after forward and gathered again for
-backward, so that its weights travel twice and its gradients once (3 Psi), as in FSDP2 that
-reshards.
+Stage 3 keeps no units: each is resharded after forward and gathered again for backward. Weights are
+sent twice and gradients once (3 Psi), as in FSDP2 with reshard_after_forward.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ STAGE_3 = {
 
 
 def build(make_model: MakeModel, job: Job, *, stage: int, init: bool = False) -> System:
-    """init: build the model under `zero.Init`, sharded from the start."""
+    """Build the system. init: build the model under `zero.Init`, sharded from the start."""
     zero = {"stage": stage, **(STAGE_3 if stage == 3 else {})}
     with Init() if init else nullcontext():
         model = make_model()

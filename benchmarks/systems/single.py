@@ -1,4 +1,4 @@
-"""One process that does the work of all ranks: the losses that every other system must have."""
+"""One process that does the work of all ranks and gives the reference losses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""ZeroRedundancyOptimizer over DistributedDataParallel: torch's own stage 1; bf16 by autocast over
-fp32 weights.
+"""ZeroRedundancyOptimizer over DistributedDataParallel, torch's stage 1.
+
+bf16 uses autocast over fp32 weights.
 """
 
 from __future__ import annotations
