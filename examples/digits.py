@@ -1,9 +1,8 @@
-"""Real images without a download: scikit-learn's handwritten digits, or CIFAR-10 where its files
-are.
+"""Real images without a download: scikit-learn's digits, or CIFAR-10 if its files are present.
 
-Owns the pictures and their split.  The digits are 1,797 scans of 8 x 8 points, resized to 32 x 32
-in three equal channels, so that networks made for CIFAR-10 take them as they are.  CIFAR-10 is read
-from `<root>/cifar-10-batches-py` (its "python version", unpacked); nothing is fetched.
+The digits are 1,797 scans of 8 x 8 points. They are resized to 32 x 32 in three equal channels, so
+that networks for CIFAR-10 accept them. CIFAR-10 is read from `<root>/cifar-10-batches-py` (its
+"python version", unpacked).
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ HELD_OUT_EVERY = 5  # every fifth digit is never trained on
 
 
 def load_images(train: bool = True, root: str | Path = "data") -> tuple[Tensor, Tensor]:
-    """Images (n, 3, 32, 32) uint8 and their classes (n,) int64, ten of them."""
+    """Return images (n, 3, 32, 32) as uint8 and their classes (n,) as int64; there are ten
+    classes.
+    """
     folder = Path(root) / CIFAR_FOLDER
     return _cifar(folder, train) if folder.is_dir() else _digits(train)
 
@@ -32,8 +33,9 @@ def load_images(train: bool = True, root: str | Path = "data") -> tuple[Tensor, 
 def dataset(
     train: bool = True, root: str | Path = "data", limit: int | None = None
 ) -> TensorDataset:
-    """(image, class) pairs for a loader; images are float32 in [-1, 1].  limit: keep only the first
-    so many.
+    """Return a dataset of (image, class) pairs with float32 images in [-1, 1].
+
+    limit: use only the first `limit` pairs.
     """
     images, labels = load_images(train, root)
     return TensorDataset(images[:limit].float() / 127.5 - 1.0, labels[:limit])
@@ -62,7 +64,7 @@ def _cifar(folder: Path, train: bool) -> tuple[Tensor, Tensor]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A pickle may name any function to call; a file of pictures needs only numpy's arrays."""
+    """An unpickler for numpy arrays only, because a pickle may name any function to call."""
 
     def find_class(self, module: str, name: str) -> Any:
         arrays = module.partition(".")[0] == "numpy" and name in {
@@ -70,7 +72,7 @@ class _ArraysOnly(pickle.Unpickler):
             "ndarray",
             "dtype",
         }
-        # The latter: bytes as Python 3 writes them for Python 2
+        # `_codecs.encode`: bytes as Python 3 writes them for Python 2.
         if arrays or (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR-10 file")

@@ -1,7 +1,7 @@
-"""A small byte-level GPT: one file of plain torch, with nothing in it that knows of sharding.
+"""A small byte-level GPT in plain torch, independent of sharding.
 
-Owns the model, its two sizes and `generate`.  Text comes from `text.py`; training lives in
-`pretrain_text.py`.
+This module has the model, its two sizes and `generate`. `text.py` provides text, and
+`pretrain_text.py` trains the model.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCABULARY = 256  # one token per byte: no tokenizer to train, ship or get wrong
-RECENT = 4  # bytes that the convolution before attention reaches back, the current one included
+VOCABULARY = 256  # one token per byte, so no tokenizer is required
+RECENT = 4  # bytes in the window of the convolution before attention, including the current one
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the model; `context` is counted in bytes."""
+    """Sizes of the model. `context` is the number of bytes."""
 
     num_layers: int
     width: int
@@ -29,9 +29,9 @@ class GPTConfig:
 
 SIZES = {
     "tiny": GPTConfig(num_layers=2, width=64, num_heads=2, context=64),
-    # Small on purpose: in the three minutes that two cores have, steps count more than parameters.
-    # With about the same arithmetic 0.9M parameters reach 1.75 nats per byte (1,100 steps), 1.9M
-    # 2.02 (420) and 4.9M 2.12 (270).
+    # Small, because in the three minutes that two cores have, steps matter more than parameters.
+    # With about the same number of operations 0.9M parameters reach 1.75 nats per byte (1,100
+    # steps), 1.9M 2.02 (420) and 4.9M 2.12 (270).
     "main": GPTConfig(num_layers=4, width=128, num_heads=4, context=256),
 }
 
@@ -42,9 +42,9 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        # Each channel also sees its own last bytes (Primer, arXiv 2109.08668).  In a run of minutes
-        # this is what lets the model leave bigrams behind: 2.04 against 2.40 nats per byte after
-        # 450 steps of 1,024 bytes.
+        # Each channel also sees its own last bytes (Primer, arXiv 2109.08668). In a run of minutes
+        # this lets the model learn more than bigrams: 2.04 against 2.40 nats per byte after 450
+        # steps of 1,024 bytes.
         self.recent = nn.Conv1d(config.width, config.width, RECENT, groups=config.width)
         self.query_key_value = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block: the unit that ZeRO-3 gathers and releases."""
+    """Pre-norm transformer block: the unit that ZeRO-3 gathers and reshards."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -77,7 +77,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in; logits out, or the mean cross-entropy in nats per byte when targets are given."""
+    """A GPT that returns logits, or the mean cross-entropy in nats per byte if targets are
+    given.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -97,7 +99,10 @@ class GPT(nn.Module):
             self.head.weight = self.bytes.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """tokens, targets: (batch, length) integers in 0..255, length <= context."""
+        """Compute logits or the loss.
+
+        tokens, targets: (batch, length) integers in 0..255, length <= context.
+        """
         where = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.bytes(tokens) + self.positions(where)
         for block in self.blocks:
@@ -119,10 +124,10 @@ def _initialize(module: nn.Module) -> None:
 def generate(
     model: nn.Module, prompt: bytes, length: int, *, context: int, temperature: float, seed: int = 0
 ) -> bytes:
-    """Continue `prompt` by `length` bytes; temperature 0 takes the likeliest byte.
+    """Continue `prompt` by `length` bytes; temperature 0 takes the most likely byte.
 
-    Under ZeRO-3 each forward is collective, so every rank calls this; the shared seed gives all of
-    them the same bytes.
+    Under ZeRO-3 each forward is collective, so every rank must call this. The shared seed gives all
+    ranks the same bytes.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([list(prompt)], device=device)

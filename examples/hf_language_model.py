@@ -1,13 +1,12 @@
-"""A Hugging Face language model from its configuration: small Llama layers, trained on bytes with
-ZeRO-3, then writing.
+"""Train a small Hugging Face Llama on bytes with ZeRO-3, and generate text.
 
     deepseek-zero run --nproc 2 examples/hf_language_model.py
     python examples/hf_language_model.py --steps 300
 
-Nothing is downloaded: the weights start random and the text is the Python library's own sources
-(text.py).  The model
-is used as transformers made it: `model(input_ids=, labels=).loss`, and `model.generate` while its
-weights lie in shards. Ends with an error unless the loss fell by 1.5 nats per byte.
+Nothing is downloaded: the weights start random, and the text is the source code of the Python
+library (text.py). The model is used like any transformers model: `model(input_ids=, labels=).loss`,
+and `model.generate` while its weights are sharded. Ends with an error unless the loss fell by 1.5
+nats per byte.
 """
 
 from __future__ import annotations
@@ -49,14 +48,16 @@ CONFIG = {
         "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1},
     },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 10}},
-    # Shard the norms too: at the default threshold parameters this small stay whole on every rank.
+    # Also shard the norms: with the default threshold such small parameters stay whole on every
+    # rank.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
 
 def write(engine: dz.DeepSpeedEngine, prompt: bytes, num_bytes: int = 60) -> str:
-    """Continue the prompt.  Collective: each token's forward gathers from every rank, so all draw
-    the same tokens.
+    """Continue the prompt.
+
+    Collective: each forward gathers weights, so all ranks sample equally.
     """
     torch.manual_seed(0)
     tokens = torch.tensor([list(prompt)], device=engine.device)
@@ -86,7 +87,7 @@ def main() -> None:
     for step in range(steps):
         text, _ = sampler.draw(step, engine.global_rank)
         text = text.to(engine.device)
-        loss = engine(input_ids=text, labels=text).loss  # transformers shifts the labels itself
+        loss = engine(input_ids=text, labels=text).loss  # transformers shifts the labels
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

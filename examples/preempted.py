@@ -1,14 +1,13 @@
-"""A job that loses a rank and is preempted, and goes on by itself both times, to the same losses
-bit for bit.
+"""A job that loses a rank and is preempted, and resumes both times with bitwise equal losses.
 
     deepseek-zero run --nproc 2 --max-restarts 1 examples/preempted.py --die-at 4 --preempt-at 8
     deepseek-zero run --nproc 2 --max-restarts 1 examples/preempted.py --die-at 4 --preempt-at 8
 
-In the first run the last rank is killed in step 4; the launcher starts all ranks again, and they go
-on behind step 3. In step 8 rank 0 gets SIGTERM, as a scheduler sends it: all ranks save at the end
-of that step and leave, and the launcher ends with exit code 85.  The same command again, as a
-scheduler queues it again, goes on from there and finishes.  Then all steps are taken once more
-without interruption, and the program ends with an error unless every loss is the same.
+In the first run the last rank is killed in step 4. The launcher restarts all ranks, and they resume
+after step 3. In step 8 rank 0 gets SIGTERM, as a scheduler sends it: all ranks save at the end of
+that step and exit, and the launcher ends with exit code 85. The same command again, as after
+requeueing by a scheduler, resumes from there and finishes. Then all steps run once more without an
+interruption, and the program ends with an error unless every loss is the same.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to the job.  out: where it saves every third step, None: nowhere."""
+    """The events of the job. out: the folder of a save in every third step; None: no saves."""
 
     steps: int
     die_at: int | None = None
@@ -55,23 +54,21 @@ def start(**checkpoint: Any) -> dz.DeepSpeedEngine:
 
 
 def train(engine: dz.DeepSpeedEngine, losses: list[float], plan: Plan) -> None:
-    """Go on from wherever the engine is; the data of a step depend on its number and the rank
-    alone.
-    """
+    """Train from the engine's current step. The data depend only on the step and the rank."""
     while (step := engine.global_steps) < plan.steps:
         meet_misfortune(engine, plan)
         dice = torch.Generator().manual_seed(1000 * step + engine.global_rank)
         x = torch.randn(8, 64, generator=dice)
         loss = (engine(x) - x.sin().sum(1, keepdim=True)).square().mean()
         engine.backward(loss)
-        losses.append(loss.item())  # before the step, inside which a signal ends the program
+        losses.append(loss.item())  # before the step, in which a signal may end the program
         engine.step()
         if plan.out is not None and engine.global_steps % 3 == 0:
             engine.save_checkpoint(plan.out, client_state={"losses": losses})
 
 
 def meet_misfortune(engine: dz.DeepSpeedEngine, plan: Plan) -> None:
-    """What a data centre does to a job."""
+    """Kill or preempt this rank if the plan says so."""
     first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if (
         engine.global_steps == plan.die_at
@@ -100,8 +97,8 @@ def main() -> None:
     plan = parse()
     engine = start(keep_last=2, save_on_signal={"path": str(plan.out)})
     losses: list[float] = []
-    engine.client_state = lambda: {"losses": losses}  # what the save on a signal takes along
-    _, state = engine.load_checkpoint(str(plan.out), tag="newest")  # None at the very first start
+    engine.client_state = lambda: {"losses": losses}  # included in the save on a signal
+    _, state = engine.load_checkpoint(str(plan.out), tag="newest")  # None at the first start
     losses += state["losses"] if state else []
     say(engine, f"begins behind step {engine.global_steps}")
     train(engine, losses, plan)

@@ -1,12 +1,10 @@
-"""The main job: train a byte-level GPT on the Python library's own sources with ZeRO-3, and show
-what it cost.
+"""The main example: train a byte-level GPT on the source code of the Python library with ZeRO-3.
 
     deepseek-zero run --nproc 2 examples/pretrain_text.py
     python examples/pretrain_text.py --size tiny --steps 40          # one process, a few seconds
 
-Leaves in --out: metrics.jsonl, metrics.csv, loss.png, memory.png, memory.json, sample.txt and
-model.safetensors.  Ends with an error if the loss did not fall by the margin of its size (see
-JOBS).
+Writes to --out: metrics.jsonl, metrics.csv, loss.png, memory.png, memory.json, sample.txt and
+model.safetensors. Ends with an error if the loss did not fall by the margin of its size (see JOBS).
 """
 
 from __future__ import annotations
@@ -45,14 +43,15 @@ PROMPT = b"def "
 
 @dataclass(frozen=True)
 class Job:
-    """How one size is trained.
+    """The training of one size.
 
-    steps: fewer on a machine that would need more than `seconds` for them; what is done between
-    steps (held-out loss, records) came to as much as half of that again on two busy cores, and the
-    whole run is to end within five minutes.
-    batch: sequences per step over all ranks.
-    least_fall: the margin, in nats per byte, for that many steps; it shrinks in proportion with
-    fewer.
+    Attributes:
+        steps: Number of steps; a machine that needs more than `seconds` for them makes fewer.
+        seconds: Limit for the steps. Work between steps (held-out loss, records) took up to half of
+            that again on two busy cores, and the whole run should end within five minutes.
+        batch: Sequences per step over all ranks.
+        least_fall: Required decrease of the loss in nats per byte for `steps` steps, reduced in
+            proportion for fewer.
     """
 
     steps: int
@@ -91,7 +90,7 @@ JOBS = {
 
 @dataclass
 class Run:
-    """One run of the script: its options, its output folder, its console, and the seconds of each
+    """One run of the script: its options, its output folder, its console, and the time of each
     part.
     """
 
@@ -121,13 +120,14 @@ class Run:
 
 
 def config_for(run: Run, stage: int) -> dict[str, Any]:
-    """DeepSpeed's words.  The zeros at stage 3 shard every parameter and release each block as soon
-    as it was used.
+    """Return the configuration.
+
+    The zeros at stage 3 shard every parameter and reshard each block immediately after use.
     """
     return {
         "train_micro_batch_size_per_gpu": max(1, run.job.batch // num_ranks()),
         "gradient_clipping": 1.0,
-        "steps_per_print": None,  # the progress lines below say the same
+        "steps_per_print": None,  # the progress lines have the same information
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": run.job.lr, "betas": [0.9, 0.95], "weight_decay": 0.1},
@@ -151,8 +151,9 @@ def config_for(run: Run, stage: int) -> dict[str, Any]:
 
 
 def start(run: Run, stage: int) -> tuple[Any, dict[str, Any]]:
-    """A fresh model and its engine; every rank builds the same model, and rank 0's values win
-    anyway.
+    """Return a new model's engine and its configuration.
+
+    Every rank builds the same model, although only the values of rank 0 are used.
     """
     torch.manual_seed(run.options.seed)
     config = config_for(run, stage)
@@ -161,7 +162,7 @@ def start(run: Run, stage: int) -> tuple[Any, dict[str, Any]]:
 
 
 def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepRecord]:
-    """The loop.  Returns one record per step, the same on every rank but for its bytes."""
+    """Train and return one record per step, which differs between ranks only in its bytes."""
     length = SIZES[run.options.size].context
     sampler = Sampler(corpus.train, micro_batch, length, run.options.seed)
     held_out = Sampler(corpus.held_out, micro_batch, length, run.options.seed)
@@ -181,8 +182,8 @@ def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepR
             due = step % run.job.held_out_every == 0 or step == run.steps
             held_out_loss = evaluate(engine, held_out) if due else None
             speed = x.numel() * num_ranks() / seconds
-            # The engine's own record knows the gradient norm and this rank's bytes; the loop knows
-            # the rest.
+            # The engine's record has the gradient norm and this rank's bytes; the loop adds the
+            # rest.
             known = {
                 "loss": mean_loss,
                 "lr": lr,
@@ -198,8 +199,9 @@ def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepR
 
 @torch.no_grad()
 def evaluate(engine: Any, sampler: Sampler, batches: int = 12) -> float:
-    """Mean loss over the same held-out windows each time; collective, each rank reads its own
-    windows.
+    """Return the mean loss over fixed held-out windows.
+
+    Collective: every rank reads different windows.
     """
     engine.eval()
     losses = [
@@ -211,8 +213,9 @@ def evaluate(engine: Any, sampler: Sampler, batches: int = 12) -> float:
 
 
 def fit_steps(run: Run, corpus: Corpus) -> None:
-    """Unless --steps is given, take fewer steps than the job's on a slow machine; collective, one
-    answer for all.
+    """Take fewer steps on a slow machine, unless --steps is given.
+
+    Collective: all ranks get the same number.
     """
     if run.options.steps is not None:
         return
@@ -221,7 +224,7 @@ def fit_steps(run: Run, corpus: Corpus) -> None:
         corpus.train, config["train_micro_batch_size_per_gpu"], SIZES[run.options.size].context
     )
     for step in range(10):
-        if step == 2:  # the first two pay for recording the schedule and for buffers
+        if step == 2:  # the first two steps record the schedule and allocate buffers
             started = time.monotonic()
         engine.backward(
             engine(*(tensor.to(engine.device) for tensor in sampler.draw(step, rank())))
@@ -238,9 +241,7 @@ def fit_steps(run: Run, corpus: Corpus) -> None:
 
 
 def memory_rows(run: Run, corpus: Corpus) -> list[MemoryRow]:
-    """Train a fresh model for two steps at each stage, and read what it keeps beside what its plan
-    predicts.
-    """
+    """Train a new model for two steps at each stage; return its measured and predicted memory."""
     rows = []
     for stage in range(4):
         engine, config = start(run, stage)
@@ -248,13 +249,13 @@ def memory_rows(run: Run, corpus: Corpus) -> list[MemoryRow]:
         sampler = Sampler(
             corpus.train, micro_batch, SIZES[run.options.size].context, run.options.seed
         )
-        for step in (1, 2):  # the second step finds the moments that the first one made
+        for step in (1, 2):  # the second step has the moments that the first one created
             engine.backward(
                 engine(*(tensor.to(engine.device) for tensor in sampler.draw(step, rank())))
             )
             engine.step()
         report = engine.memory_report()
-        # The text, a batch
+        # "other" is the text and a batch
         ours = {state: size for state, size in report.measured.items() if state != "other"}
         rows.append(MemoryRow(stage, dict(report.predicted), ours, report.measured_total))
         engine.destroy()
@@ -263,8 +264,9 @@ def memory_rows(run: Run, corpus: Corpus) -> list[MemoryRow]:
 
 
 def save_model(run: Run, engine: Any) -> None:
-    """Full weights as safetensors.  Gathering is collective, so all ranks call this; rank 0
-    writes.
+    """Save full weights as safetensors.
+
+    Collective: all ranks gather, and rank 0 writes.
     """
     state = engine.module.state_dict()
     if rank() == 0:
@@ -272,13 +274,14 @@ def save_model(run: Run, engine: Any) -> None:
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, unfinished
         )
-        os.replace(unfinished, run.out / "model.safetensors")  # a reader never finds half a file
+        # atomic, so that readers never see an incomplete file
+        os.replace(unfinished, run.out / "model.safetensors")
 
 
 def draw_results(
     run: Run, records: list[StepRecord], rows: list[MemoryRow], num_parameters: int
 ) -> None:
-    """The two pictures and the table's numbers; rank 0."""
+    """Draw the two pictures and write the memory table. Only rank 0 calls this."""
     subtitle = (
         f"{format_count(num_parameters)} parameters, ZeRO stage {run.options.stage} on {ranks()}"
     )
@@ -291,7 +294,7 @@ def draw_results(
 
 
 def summarise(run: Run, records: list[StepRecord], rows: list[MemoryRow], sample: str) -> None:
-    """What a person wants to see at the end; rank 0."""
+    """Print the summary of the run. Only rank 0 calls this."""
     (run.out / "sample.txt").write_text(sample, encoding="utf-8")
     print_ = run.console.print
     print_()
@@ -335,21 +338,19 @@ def summarise(run: Run, records: list[StepRecord], rows: list[MemoryRow], sample
 
 
 def final_loss(records: list[StepRecord]) -> float:
-    """Mean training loss of the last twentieth of the steps, at least three."""
+    """Return the mean training loss of the last twentieth of the steps, at least three."""
     last = records[-max(3, len(records) // 20) :]
     return sum(record.loss for record in last) / len(last)
 
 
 def check_fall(run: Run, records: list[StepRecord]) -> None:
-    """End with an error unless the loss fell by the stated margin; all ranks come to the same
-    verdict.
-    """
+    """End with an error unless the loss fell by the margin; all ranks get the same result."""
     fall = records[0].loss - final_loss(records)
     verdict = (
         f"the loss fell by {fall:.2f} nats per byte; the margin for {run.steps} steps is "
         f"{run.least_fall:.2f}"
     )
-    if not fall >= run.least_fall:  # written so that NaN fails too
+    if not fall >= run.least_fall:  # NaN fails, too
         sys.exit(f"FAILED: {verdict}" if rank() == 0 else 1)
     run.say(verdict)
 
@@ -367,7 +368,7 @@ def ranks() -> str:
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
-    """The mean of a scalar over the ranks; collective."""
+    """Return the mean of a scalar over the ranks. Collective."""
     total = value.detach().double().cpu()
     if num_ranks() > 1:
         dist.all_reduce(total)
@@ -396,7 +397,7 @@ def main() -> None:
     require_matplotlib()
     dz.init_distributed()
     run = Run(options, JOBS[options.size], options.out, Console(quiet=rank() != 0))
-    # This program never continues a run, so the records of an earlier one go
+    # This program never resumes a run, so it removes the records of an earlier one.
     for name in (JSONL_NAME, CSV_NAME):
         (run.out / name).unlink(missing_ok=True)
     with run.timed("setup"):

@@ -1,12 +1,10 @@
-"""ResNet-101 on real images through the engine door: every block's weights live in shards (ZeRO-3)
-between their uses.
+"""Train ResNet-101 on real images with `initialize` and ZeRO-3, with every block's weights sharded.
 
     deepseek-zero run --nproc 2 examples/resnet101_digits.py
     python examples/resnet101_digits.py --images 800 --epochs 6
 
-Reads handwritten digits, or CIFAR-10 where ./data has its files.  Ends with an error unless the
-loss fell by 0.5 nats.
-The defaults suit two cores: within a minute the network learns 64 images by heart.
+Reads handwritten digits, or CIFAR-10 if ./data has its files. Ends with an error unless the loss
+fell by 0.5 nats. The defaults suit two cores: the network memorizes 64 images within a minute.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "weight_decay": 0.01}},
     "zero_optimization": {
         "stage": 3,
-        # Shard the batch norms too: at the default threshold parameters this small stay whole on
+        # Also shard the batch norms: with the default threshold such small parameters stay whole on
         # every rank.
         "stage3_param_persistence_threshold": 0,
     },

@@ -135,8 +135,8 @@ def loss_curve(
     """Plot the loss over steps, with a running mean and held-out losses.
 
     Args:
-        records: The steps.
-        path: The PNG file.
+        records: Records of the steps in order.
+        path: Path of the PNG file.
         labels: Texts of the picture.
     """
     figure, axes = _figure(8.4, 4.8)

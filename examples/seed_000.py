@@ -1,12 +1,12 @@
-"""Seed 000's program, word for word, with what it leaves out filled in: random tokens, a small
-Transformer, ZeRO-3.
+"""The program of seed 000 with its missing parts: random tokens and a small Transformer, with
+ZeRO-3.
 
     deepseek-zero run --nproc 2 examples/seed_000.py
     python examples/seed_000.py
 
-tests/contract/test_seeds.py prints what differs from the article and why.  The article names no
-`num_epochs`; with 3 the random labels are met often enough to be learnt.  SEED_SAMPLES=4 trains on
-four of the hundred samples.
+tests/contract/test_seeds.py prints the differences from the article with their reasons. The article
+does not define `num_epochs`; with 3 epochs the random labels can be learned. SEED_SAMPLES=4 trains
+on four of the hundred samples.
 """
 
 # ruff: noqa

@@ -1,12 +1,11 @@
-"""Seed 001's training loop with the names it leaves out: handwritten digits, a small network, its
-fp16 ZeRO-3 configuration.
+"""The training loop of seed 001 with its missing parts: digits, a small network and fp16 ZeRO-3.
 
     deepseek-zero run --nproc 2 examples/seed_001.py --deepspeed \
         --deepspeed_config examples/seed_001_config.json
     python examples/seed_001.py
 
-The configuration is the article's, untouched, and the default. tests/contract/test_seeds.py prints
-what differs and why.  SEED_SAMPLES=256 trains on that many digits.
+The article's configuration is used unchanged and is the default. tests/contract/test_seeds.py
+prints the differences with their reasons. SEED_SAMPLES=256 trains on that number of digits.
 """
 
 # ruff: noqa

@@ -1,12 +1,12 @@
-"""Seed 002's program: ResNet-101 on CIFAR-10 with DeepSpeed's words, ZeRO-3 and 16-bit floats.
+"""The program of seed 002: ResNet-101 on CIFAR-10 through DeepSpeed's API, with ZeRO-3 and fp16.
 
     deepseek-zero run --nproc 2 examples/seed_002.py
     python examples/seed_002.py
 
-tests/contract/test_seeds.py prints what differs from the article and why.  Nothing is downloaded:
-without CIFAR-10's files in ./data the images are scikit-learn's digits.  For a run of a minute:
-SEED_SAMPLES=64 SEED_BATCH=16 SEED_LR=3e-3, because the article's warm-up takes 500 steps and such a
-run has 20.
+tests/contract/test_seeds.py prints the differences from the article with their reasons. Nothing is
+downloaded: without CIFAR-10's files in ./data the images are scikit-learn's digits. For a run of a
+minute use SEED_SAMPLES=64 SEED_BATCH=16 SEED_LR=3e-3, because the article's warm-up takes 500 steps
+and such a run has 20.
 """
 
 # ruff: noqa

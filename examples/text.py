@@ -1,9 +1,8 @@
-"""Text that every Python already has: the sources of its own standard library, as bytes.
+"""A text corpus that every Python installation has: the source code of its standard library.
 
-Owns the corpus, its split into training and held-out files, and the sampler.  No download, no
-tokenizer, no shuffled
-index: a batch is a pure function of (seed, step, rank), so a restarted run reads what it would have
-read.
+This module has the corpus, its split into training and held-out files, and the sampler. It needs no
+download and no tokenizer. A batch is a pure function of (seed, step, rank), so a restarted run
+reads the same batches.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Tests and demos repeat themselves, code pages and generated tables are numbers, site-packages
-# belongs to the user.
+# Tests and demos are repetitive, code pages and generated tables are numbers, and site-packages has
+# third-party packages.
 SKIPPED_FOLDERS = frozenset(
     "test tests idlelib turtledemo lib2to3 site-packages dist-packages encodings pydoc_data "
     "__pycache__".split()
 )
 SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
-HELD_OUT_EVERY = 20  # one file in twenty is never trained on
+HELD_OUT_EVERY = 20  # one of 20 files is held out from training
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class Corpus:
 
 
 def load_corpus(root: Path | None = None, limit_bytes: int = 20_000_000) -> Corpus:
-    """Read the library's `*.py` files in path order; whole files go to one side of the split or the
-    other.
+    """Read the library's `*.py` files in path order. Each file belongs to one side of the split.
 
     root: another folder of Python files (default: the running interpreter's library).
     """
@@ -71,8 +69,7 @@ def _read(path: Path, root: Path) -> bytes:
 
 
 def _is_held_out(path: Path) -> bool:
-    # By a hash of the name, so that adding a file to the library moves no other file across the
-    # split.
+    # By a hash of the name, so that an added file does not move other files across the split.
     return hashlib.sha256(path.as_posix().encode()).digest()[0] % HELD_OUT_EVERY == 0
 
 
@@ -82,7 +79,7 @@ def _as_tensor(texts: list[bytes]) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Random windows of `length` bytes and the same windows one byte later."""
+    """Random windows of `length` bytes, and the same windows shifted by one byte as targets."""
 
     text: Tensor
     batch: int
@@ -90,7 +87,7 @@ class Sampler:
     seed: int = 0
 
     def draw(self, step: int, rank: int = 0) -> tuple[Tensor, Tensor]:
-        """The (inputs, targets) of one rank at one step, both (batch, length) int64."""
+        """Return the (inputs, targets) of one rank at one step, both (batch, length) int64."""
         key = hashlib.sha256(f"{self.seed}/{step}/{rank}".encode()).digest()
         dice = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
         starts = torch.randint(len(self.text) - self.length, (self.batch,), generator=dice)

@@ -1,9 +1,9 @@
-"""Three axes at once: stages, shards and parts of layers, on eight ranks of one machine.
+"""Combine three axes on eight ranks of one machine: pipeline stages, shards and tensor parallelism.
 
     deepseek-zero run --nproc 8 examples/three_axes.py
 
-pp 2 x dp_shard 2 x tp 2 at ZeRO-3: each rank holds a quarter of the layers' parts, cut again
-between two ranks.  The program prints who holds what, and asserts that the loss falls.
+pp 2 x dp_shard 2 x tp 2 at ZeRO-3: each rank has a quarter of the layers' weights, sharded again
+between two ranks. The program prints the weights of each rank and asserts that the loss falls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEPS, MICRO_BATCHES, WORDS = 30, 4, 64
 
 
 class Counting(torch.utils.data.Dataset):
-    """Sequences that count on from a random word, so that the next word can be learned."""
+    """Sequences that count up from a random token, so that the next token can be learned."""
 
     def __len__(self) -> int:
         return 4096

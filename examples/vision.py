@@ -1,10 +1,9 @@
-"""What seed 002 takes from torchvision, in its words: four transforms, CIFAR-10 and ResNet-101.
+"""The parts of torchvision that seed 002 uses: four transforms, CIFAR-10 and ResNet-101.
 
-torchvision's wheel does not import beside a CPU build of torch, so the network comes from
-torchvision where that imports and from transformers elsewhere (the same layers, the same 44.5
-million weights).  The transforms work on
-tensors, and `CIFAR10` downloads nothing: where its files are missing it holds scikit-learn's
-digits.  Imported by seed_002.py and resnet101_digits.py.
+torchvision's wheel cannot be imported with a CPU build of torch. The network then comes from
+transformers, with the same layers and the same 44.5 million weights. The transforms work on
+tensors. `CIFAR10` downloads nothing: without its files it has scikit-learn's digits. seed_002.py
+and resnet101_digits.py import this module.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Transform = Callable[[Tensor], Tensor]
 
 
 class CIFAR10(Dataset[tuple[Tensor, int]]):
-    """(image, class) pairs, each image transformed anew whenever it is read."""
+    """A dataset of (image, class) pairs that transforms an image at every access."""
 
     def __init__(
         self, root: str | Path, train: bool = True, transform: Transform | None = None
@@ -40,14 +39,14 @@ class CIFAR10(Dataset[tuple[Tensor, int]]):
 
 
 class Compose(nn.Sequential):
-    """One transform after the other."""
+    """Apply transforms in order."""
 
     def __init__(self, transforms: Sequence[nn.Module]) -> None:
         super().__init__(*transforms)
 
 
 class RandomCrop(nn.Module):
-    """A square of the image, at a random place, after a black border was added."""
+    """Add a black border, then take a square at a random position."""
 
     def __init__(self, size: int, padding: int = 0) -> None:
         super().__init__()
@@ -60,14 +59,14 @@ class RandomCrop(nn.Module):
 
 
 class RandomHorizontalFlip(nn.Module):
-    """Every second image, by chance, mirrored."""
+    """Mirror an image with probability 1/2."""
 
     def forward(self, image: Tensor) -> Tensor:
         return image.flip(-1) if torch.rand(()) < 0.5 else image
 
 
 class ToTensor(nn.Module):
-    """Bytes to floats in [0, 1]."""
+    """Convert bytes to floats in [0, 1]."""
 
     def forward(self, image: Tensor) -> Tensor:
         return image.float() / 255.0
@@ -85,11 +84,11 @@ class Normalize(nn.Module):
 
 
 def resnet101(pretrained: bool = False) -> nn.Module:
-    """ResNet-101 for 1,000 classes whose last layer is `fc`; its weights are random.
+    """Return a ResNet-101 for 1,000 classes with random weights, whose last layer is `fc`.
 
-    Each block starts as the identity (torchvision's `zero_init_residual`).  Otherwise 33 batch
-    norms over 2 x 2 points multiply the gradient at 32 x 32 images (its norm is 10,000 and the loss
-    stands still for dozens of steps).
+    Each block starts as the identity (torchvision's `zero_init_residual`). Otherwise 33 batch norms
+    over 2 x 2 points amplify the gradient of 32 x 32 images: its norm is 10,000, and the loss does
+    not fall for dozens of steps.
     """
     if pretrained:
         raise ValueError("pretrained weights would have to be downloaded")
@@ -98,14 +97,14 @@ def resnet101(pretrained: bool = False) -> nn.Module:
     except (
         ImportError,
         RuntimeError,
-    ):  # RuntimeError: torchvision's operators do not fit this torch
+    ):  # RuntimeError: torchvision's operators do not match this torch
         return _ResNet101()
     network: nn.Module = models.resnet101(zero_init_residual=True)
     return network
 
 
 class _ResNet101(nn.Module):
-    """transformers' network under torchvision's manners: images in, logits out."""
+    """transformers' network with torchvision's interface: images in, logits out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,11 +1,10 @@
-"""A vision transformer on real images through seed 000's door: wrap the model, keep the training
-loop.
+"""Train a vision transformer on real images with seed 000's API: wrap the model, keep the loop.
 
     deepseek-zero run --nproc 2 examples/vit_digits.py
     python examples/vit_digits.py --epochs 20
 
-Reads handwritten digits, or CIFAR-10 where ./data has its files.  The loop is plain PyTorch.  Ends
-with an error unless the loss fell by 0.5 nats.
+Reads handwritten digits, or CIFAR-10 if ./data has its files. The loop is plain PyTorch. Ends with
+an error unless the loss fell by 0.5 nats.
 """
 
 from __future__ import annotations
