@@ -4,7 +4,7 @@ ranks of two hosts.
     python -m benchmarks.codec_losses                          # as root, half an hour on two cores
     python -m benchmarks.codec_losses --steps 60 --seeds 1     # a look
     python -m benchmarks.codec_losses --only OneBitAdam --only "AdamW without clipping"
-    python -m benchmarks.codec_losses --size tiny --seeds 12   # least noise: tells a hundredth
+    python -m benchmarks.codec_losses --size tiny --seeds 12   # least noise: resolves 0.01
     python -m benchmarks.codec_losses --size 10m --seeds 1 --only plain --only "int4 gradients"
 
 The hosts are namespaces of this machine (`tests/hosts.py`). Every codec trains from the same

@@ -5,7 +5,7 @@ it.
     deepseek-zero run --nproc 2 benchmarks/integrity.py
     deepseek-zero run --nproc 2 benchmarks/integrity.py --cells tiny-fp32 --steps 3 --out /tmp/a.md
 
-An engine that checks at every step and one that never checks take the same batch in turn, in the
+Two engines, with a check in every step and without checks, take the same batch in turn, in the
 same processes. The difference of a pair is the cost of one check, and a hundredth of it is the cost
 per step at the default interval of 100. The lower bound is one read of this rank's states at the
 read bandwidth of this core.

@@ -12,10 +12,6 @@ of the rounds. A share of 100 % means payload bytes at the full rate in each dir
 4 % of the rate. A second table, with one and with two ranks on each host, has an all-gather of one
 flat tensor (hierarchical with two ranks per host) and an all-gather of one row per rank, next to
 the round trip time of one byte.
-
-Behind it, with one rank and with two on each host: a gather of one flat tensor (by host, where
-there are two), and a table of a row of every rank, beside the time that one byte takes there and
-back.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def ways(folder: str, window: dict[str, Any] | None) -> dict[str, dict[str, Any]
 
 def train(length: int, section: dict[str, Any]) -> None:
     """Train one step on `length` tokens after a short one; print memory and time."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  in the child alone
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  only in the child
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

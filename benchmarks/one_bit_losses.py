@@ -9,10 +9,9 @@ and uses only the learning rates of the library. Model, text and seeds are those
 benchmarks/codec_losses.py, so the result of its OneBitAdam on four ranks is comparable. The table
 compares the mean loss of the last 50 steps:
 
-    v frozen            momenta are exact, and the second moment stays as it was after a quarter of
-                        the steps
-    signs, one scale    the paper: of the whole model's momentum each server's chunk has one scale
-    signs, by unit      ours: each block of the model, and the rest, is cut into chunks of its own
+    v frozen            exact momenta; the second moment is frozen after a quarter of the steps
+    signs, one scale    as in the paper: each server's chunk of the whole momentum has one scale
+    signs, by unit      as in this library: each block of the model is chunked separately
 """
 
 from __future__ import annotations

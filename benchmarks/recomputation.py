@@ -93,7 +93,7 @@ def measured(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, int]
 
 
 def layers_of(tokens: int, width: int, layers: int) -> dict[str, Case]:
-    from transformers import LlamaConfig, LlamaModel  # noqa: PLC0415  a program that has it
+    from transformers import LlamaConfig, LlamaModel  # noqa: PLC0415  optional
 
     torch.manual_seed(0)
     config = LlamaConfig(

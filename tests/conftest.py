@@ -3,16 +3,16 @@ a world.
 
     @pytest.mark.ranks(2)                two gloo processes, from a pool reused over the session
     @pytest.mark.ranks("world")          the size is the parametrised argument `world`
-    @pytest.mark.ranks(2, timeout=20)    seconds before the ranks that did not answer are named and
-                                         ended
-    @pytest.mark.ranks(2, fresh=True)    in processes of its own, ended afterwards
+    @pytest.mark.ranks(2, timeout=20)    after 20 s the test fails with the ranks that did not
+                                         answer, and all ranks are killed
+    @pytest.mark.ranks(2, fresh=True)    in new processes, which end after the test
     @pytest.mark.ranks(4, hosts=2)       ranks 0 and 1 on one host, 2 and 3 on another
-                                         (tests/hosts.py); as root
+                                         (tests/hosts.py); requires root
     @pytest.mark.ranks(3, dies=[1])      rank 1 must die during the test; the others must pass
                                          (implies fresh)
 
-The test is a plain module-level function; its arguments must be picklable (parametrised values;
-tmp_path, one for all ranks).  `monkeypatch` is each rank's own, undone there when the body ends.
+The test is a module-level function with picklable arguments: parametrised values and tmp_path,
+which all ranks share. `monkeypatch` is a separate object on each rank and is undone after the test.
 """
 
 from __future__ import annotations

@@ -6,9 +6,6 @@
 Needs Debian's openmpi-bin, mpich, slurmctld, slurmd, slurm-client, munge and openssh-server. Every
 case starts a program that writes the variables that launchers set and the address of its host. The
 records contain no path and no secret. They are written to `tests/unit/base/launchers.json`.
-
-Every case starts a program that writes its environment, as far as launchers speak in it, and its
-host's address. What is kept names no path and no secret.  Writes `tests/unit/base/launchers.json`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run an unmodified TRL trainer on a tiny Llama.
 
 Arguments: KIND (base, sft, dpo) STAGE (-1: without DeepSpeed) FOLDER [WORD ...]. KIND base writes
-FOLDER/base, the pretrained model and tokenizer that the other kinds load. The word peft trains LoRA
-weights. The word resume continues from FOLDER/run/checkpoint-2. Rank 0 prints JSON.
+FOLDER/base, the pretrained model and tokenizer that the other kinds load. The option peft trains
+LoRA weights, and resume continues from FOLDER/run/checkpoint-2. Rank 0 prints JSON.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ ROUNDING_OF_BF16 = {"loss": 1e-3, "eval_loss": 1e-3, "norm": 1e-2}
 
 
 def with_base(folder: Path) -> Path:
-    """Return a folder with the tiny model that the word `pretrained` loads."""
+    """Return a folder with the tiny model that `pretrained` loads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.clients.program_trainer import TINY
@@ -31,7 +31,7 @@ def with_base(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def plainly(tmp_path_factory: pytest.TempPathFactory) -> Plainly:
-    """Run the program without DeepSpeed once per set of words; "folder" is its output folder."""
+    """Run the program without DeepSpeed once per set of options; "folder" is its output folder."""
     done: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def run(*words: str) -> dict[str, Any]:

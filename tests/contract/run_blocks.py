@@ -6,7 +6,7 @@ forks, in an empty folder. Multiple ranks form a process group as under a launch
 folder.
 
     ```python                runs on one rank and on two
-    ```python one-rank       runs on one rank: the text says why
+    ```python one-rank       runs on one rank, for a reason given in the text
     ```python no-run         does not run
 """
 

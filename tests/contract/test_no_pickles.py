@@ -103,7 +103,7 @@ def test_ranks_meet_train_and_save_without_unpickling(
 
     for name in ("loads", "load", "Unpickler", "_Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
-    monkeypatch.setattr(dist.distributed_c10d, "_unpickler", refuse)  # type: ignore[attr-defined]  # objects' own
+    monkeypatch.setattr(dist.distributed_c10d, "_unpickler", refuse)  # type: ignore[attr-defined]  # used for objects
     with pytest.raises(AssertionError, match="unpickled"):
         dist.all_gather_object([None, None], 1)
     assert WorldContext._current is None, "this test sees how ranks meet"

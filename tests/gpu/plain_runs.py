@@ -128,7 +128,7 @@ def plain_run(dtype: str, ranks: int, steps: int, place: str = "none") -> list[t
 def engine_run(
     stage: int, dtype: str, steps: int, rank: int = 0, place: str = "none"
 ) -> list[torch.Tensor]:
-    """Train with an engine. place: where the optimizer states are stored."""
+    """Train with an engine. place: device of the optimizer states."""
     torch.manual_seed(0)
     model = Net().to(DEVICE)
     optimizer = adamw_of(model.parameters(), place)

@@ -1,11 +1,11 @@
 """Record the host's stream operations on the toy device during a step, and replay them with a time
 model.
 
-The toy device computes while the host waits, so it has no times of its own. It logs in which order
-the host submits computing and copies, records events, waits for them, and updates. `replay` runs
-this log on streams that work next to the host: each span starts when its stream is free, after the
-events that the stream waits for, and not before the host has submitted it. How long a span takes is
-computed from its size (`Speeds`).
+The toy device computes while the host waits, so its real times are meaningless. It logs the order
+in which the host submits computation and copies, records events, waits for them, and updates.
+`replay` simulates this log with streams that run concurrently with the host: each span starts when
+its stream is free, after the events that the stream waits for, and not before the host has
+submitted it. The duration of a span is computed from its size (`Speeds`).
 """
 
 from __future__ import annotations
