@@ -21,10 +21,11 @@ _FUNCTION = "_gradient_checkpointing_func"
 
 
 def route_checkpoints(model: nn.Module) -> None:
-    """Make a transformers model use this library's checkpoint instead of torch's.
+    """Make a transformers model use this library's checkpoint function instead of torch's.
 
-    A forward pre-hook replaces torch's checkpoint function in every training forward, so that
-    gradient checkpointing may also be enabled later. Other models are left unchanged.
+    A forward pre-hook replaces torch's function at the start of every training forward. Gradient
+    checkpointing may therefore be enabled before or after this call. A model that contains no
+    transformers model is not changed.
     """
     if any(hasattr(type(module), "gradient_checkpointing_enable") for module in model.modules()):
         model.register_forward_pre_hook(_route)
@@ -33,7 +34,7 @@ def route_checkpoints(model: nn.Module) -> None:
 def recompute_layers(model: nn.Module) -> None:
     """Enable gradient checkpointing for the layers of a transformers model.
 
-    Other models are left unchanged.
+    A model that contains no transformers model is not changed.
 
     Args:
         model: A transformers model, or a module that contains one.

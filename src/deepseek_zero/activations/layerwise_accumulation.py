@@ -34,11 +34,12 @@ FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates
 
 
 class LayerwiseAccumulation:
-    """Runs all micro-batches of a batch through one layer before the next layer.
+    """Runs all micro-batches of a batch through one layer before it runs the next layer.
 
     The weights of each layer are therefore gathered once per step instead of once per micro-batch.
-    The constructor replaces the forward of these layers, which splits the batch and runs one
-    micro-batch after the other. If gradients are disabled, the layers run the whole batch at once.
+    The constructor replaces the forward of each layer by a function that splits the batch and runs
+    one micro-batch after the other. If gradients are disabled, this function runs the whole batch
+    at once.
 
     Args:
         runtime: The ZeRO runtime of the wrapped model, whose schedule determines the layers and the
@@ -64,7 +65,7 @@ class LayerwiseAccumulation:
         )
 
     def remove(self) -> None:
-        """Restore the original forward of every layer. Calling it again has no effect."""
+        """Restore the original forward of every layer. A second call has no effect."""
         self._handle.remove()
         for forward in self._forwards:
             forward.remove()
@@ -87,7 +88,7 @@ class LayerwiseAccumulation:
         """Return the indices of the micro-batches in the order in which a layer runs them.
 
         Args:
-            number: The number of the layer's unit in the runtime.
+            number: The index of the layer in the runtime's list of units.
         """
         runtime = self._runtime()
         assert runtime is not None  # Otherwise its hooks would have raised already
@@ -95,20 +96,20 @@ class LayerwiseAccumulation:
         return [action.micro_batch for action in forwards if action.micro_batch is not None]
 
     def cut(self, unit: str, call: ForwardCall) -> list[ForwardCall]:
-        """Split the arguments of a layer's forward into those of one call per micro-batch.
+        """Split the arguments of a layer's forward into one set of arguments per micro-batch.
 
-        Tensors whose first dimension is that of the batch are split; other arguments are passed to
-        each call unchanged.
+        A tensor is split if the size of its first dimension is the number of samples in the batch.
+        Parameters and all other arguments are passed to each call unchanged.
 
         Args:
             unit: The name of the layer, for error messages.
             call: The positional and keyword arguments for the whole batch.
 
         Returns:
-            The positional and keyword arguments of each call, by micro-batch.
+            One pair of positional and keyword arguments for each micro-batch, in order.
 
         Raises:
-            UsageError: No tensor has the length of the batch.
+            UsageError: No tensor has the first dimension of the batch.
         """
         parts: dict[int, Sequence[Tensor]] = {}
 
@@ -141,17 +142,19 @@ class LayerwiseAccumulation:
         return is_data and leaf.dim() > 0 and len(leaf) == self.samples
 
     def join(self, unit: str, outputs: Sequence[Any]) -> Any:
-        """Concatenate the outputs of a layer's micro-batches to the output for the whole batch.
+        """Concatenate the outputs of a layer's micro-batches into the output for the whole batch.
 
         Args:
             unit: The name of the layer, for error messages.
             outputs: The output of each micro-batch: a tensor or nested containers of tensors.
 
         Returns:
-            An object of the same structure with tensors for the whole batch.
+            An object with the structure of one output, in which each tensor has all samples of the
+            batch.
 
         Raises:
-            UsageError: The outputs have different structures, or a tensor is not per sample.
+            UsageError: The outputs have different numbers of tensors, or the first dimension of a
+                tensor is not the number of samples in a micro-batch.
         """
         rows = list(map(_tensors, outputs))
         if len({len(row) for row in rows}) > 1:

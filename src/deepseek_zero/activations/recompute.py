@@ -317,7 +317,7 @@ def _forget(recompute: Recompute) -> None:
 def checkpoint(
     function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any
 ) -> Any:
-    """Run a function whose activations are recomputed in backward.
+    """Run a function and recompute its activations in backward instead of saving them.
 
     Args:
         function: The function whose activations are not saved.

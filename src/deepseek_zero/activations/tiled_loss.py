@@ -552,19 +552,20 @@ class TiledLoss:
 
 
 def tile_loss(model: nn.Module, rows: int) -> None:
-    """Make a causal transformers model compute its training loss in tiles of tokens.
+    """Make a causal language model of transformers compute its training loss in tiles.
 
-    The output layer then computes the loss of one tile at a time, so the logits of all tokens never
-    exist together, and the model's output has no logits in training. Call this after layers are
-    split along "tp" and sequences along "sp", and before the model is wrapped.
+    A tile is a range of tokens. In training, the output layer computes the loss of one tile at a
+    time, so the logits of all tokens never exist at the same time. The output of the model then
+    contains no logits. Call this function after layers are split along "tp" and sequences along
+    "sp", and before the model is wrapped.
 
     Args:
         model: The model, whose loss function and output layer are replaced in place.
         rows: Number of tokens per tile.
 
     Raises:
-        NotBuiltError: The model is not a causal transformers model, or its output layer cannot be
-            computed in tiles.
+        NotBuiltError: The model is not a causal language model of transformers, or its output layer
+            cannot be computed in tiles.
     """
     owner = next((each for each in model.modules() if loss_name(each) == CAUSAL), None)
     head: Any = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]

@@ -308,17 +308,18 @@ class TiledMlp(nn.Module):
 def tile_mlps(model: nn.Module, rows: int) -> None:
     """Make feed-forward layers compute one tile of their tokens at a time in training.
 
-    A tile is a range of tokens. This reduces the memory of activations, because backward recomputes
-    one tile at a time. The layers are the modules whose class name ends with MLP, as in
-    transformers, and that contain no other such module. Call this before the model is wrapped.
+    A tile is a range of tokens. Tiles reduce the memory of activations, because backward recomputes
+    one tile at a time. A module is a feed-forward layer if its class name ends with "MLP", as in
+    transformers, and if it contains no other such module. Call this function before the model is
+    wrapped.
 
     Args:
         model: The model whose feed-forward layers change their class in place.
         rows: Number of tokens per tile.
 
     Raises:
-        NotBuiltError: There is no such module, it mixes tokens, or "tp" ranks shard its input over
-            tokens.
+        NotBuiltError: The model has no feed-forward layer, a layer computes the result of a token
+            from other tokens, or the input of a layer is sharded over tokens along "tp".
     """
     named = {name: module for name, module in model.named_modules() if _is_mlp(module)}
     found = list(named.values())

@@ -58,11 +58,11 @@ def remembered_mpu() -> Any:
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function without storing its activations, and recompute them in backward.
 
-    This is the same as `checkpoint`, which is never reentrant. It is a separate function because a
-    `PipelineModule` distinguishes the two.
+    The result is that of `checkpoint`, which is never reentrant either. The two functions are
+    separate objects because the engine of a `PipelineModule` checks which of them the model uses.
 
     Args:
-        function: Function to call now and again in backward.
+        function: Function to call in forward, and a second time in backward.
         *args: Arguments of the function; tensors among them are kept for backward.
 
     Returns:
@@ -72,16 +72,18 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
-    """Configure for the whole process where `checkpoint` stores its inputs.
+    """Configure activation checkpointing for the whole process.
+
+    The settings determine, among other things, where `checkpoint` stores the inputs of functions.
 
     Args:
-        mpu_: An object that returns this rank's position in the "tp" axis, used by
-            `model_parallel_cuda_manual_seed`. Inputs are partitioned by the engine's own mesh.
+        mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
+            this rank's tensor-parallel index from it. Inputs are sharded over the engine's mesh.
         deepspeed_config: A dict, a path, JSON text or an engine's configuration. Only its section
             `activation_checkpointing` is used. With None, the current settings are changed.
-        **words: The other arguments of DeepSpeed's function: `partition_activations`,
+        **words: DeepSpeed's keyword arguments: `partition_activations`,
             `contiguous_checkpointing`, `num_checkpoints`, `checkpoint_in_cpu`, `synchronize` and
-            `profile`. Each overrides one setting; None leaves it unchanged.
+            `profile`. Each argument overrides one setting; None leaves the setting unchanged.
 
     Raises:
         UsageError: An argument is unknown or has the wrong type.
@@ -107,12 +109,12 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Set whether tensor-parallel ranks each keep only a part of the checkpointed inputs.
+    """Set whether the inputs of checkpoints are sharded over the tensor-parallel ranks.
 
-    This is the same as `configure(partition_activations=...)`.
+    The call is equivalent to `configure(partition_activations=...)`.
 
     Args:
-        partition_activation: Whether to partition the inputs of checkpoints.
+        partition_activation: Whether to shard the inputs of checkpoints.
     """
     configure(partition_activations=partition_activation)
 
@@ -155,14 +157,15 @@ def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSet
 
 
 def is_configured() -> bool:
-    """Return whether `configure` was called or an existing engine configures checkpointing."""
+    """Return whether `configure` or an existing engine has configured checkpointing."""
     return recompute.current() is not None
 
 
 def reset() -> None:
-    """Free the host memory that is reserved for offloaded inputs.
+    """Free the memory that is reserved for the offloaded inputs of checkpoints.
 
-    The next forward determines its size again. Existing autograd graphs keep their inputs.
+    The next forward determines the required size and reserves new memory. Autograd graphs that
+    still exist keep their inputs.
     """
     if (current := recompute.current()) is not None:
         current.reset()

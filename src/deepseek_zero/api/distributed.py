@@ -32,8 +32,8 @@ def init_distributed(
     """Join the process group that a launcher or the arguments describe.
 
     Without a launcher and without arguments, a group of one rank is created, so that
-    `torch.distributed.get_rank()` also works in a single process. If a group exists already, it
-    is used.
+    `torch.distributed.get_rank()` also works in a single process. A process group that exists
+    already is used.
 
     Args:
         dist_backend: Backend of torch.distributed. By default it depends on the device.
@@ -50,7 +50,7 @@ def init_distributed(
     Raises:
         UsageError: `dist_init_required` is False but there is no process group, or `rank` or
             `world_size` is out of range.
-        NotBuiltError: `init_method` has another scheme.
+        NotBuiltError: The scheme of `init_method` is none of the three above.
 
     Note:
         Collective under a launcher: every rank must call it.

@@ -48,28 +48,28 @@ def initialize(
 
     Args:
         args: A namespace whose `deepspeed_config` is used if `config` and `config_params` are None.
-        model: The module to train. Required.
+        model: The module to train. This argument is required.
         optimizer: An optimizer over the model's parameters, or a callable that creates one from
-            parameters. By default the configuration's `optimizer` section.
-        model_parameters: Parameters or parameter groups to train. By default all that require a
-            gradient.
-        training_data: A dataset. The returned loader yields this rank's samples of it.
+            parameters. By default, the configuration's `optimizer` section is used.
+        model_parameters: Parameters or parameter groups to train. By default, all parameters that
+            require a gradient are trained.
+        training_data: A dataset from which the returned loader yields this rank's samples.
         lr_scheduler: A learning-rate schedule, or a callable that creates one from the optimizer.
-            By default the configuration's `scheduler` section.
+            By default, the configuration's `scheduler` section is used.
         distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.
-        mpu: An object with the getters of a Megatron mpu. Its group sizes and ranks are compared
-            with the mesh.
+        mpu: An object with the getters of a Megatron mpu. The group sizes and ranks that it returns
+            must be those of the mesh.
         dist_init_required: If False, the process must already be a member of a process group.
         collate_fn: Collate function of the loader of `training_data`.
         config: A dict, the path of a JSON file, or JSON text encoded in base64.
         mesh_param: A pair (data-parallel ranks, sequence-parallel ranks).
         config_params: Another name of `config`.
         mesh: Axes over the ranks, such as `{"dp_replicate": 2, "dp_shard": 4}`, a `Mesh`, or a
-            `DeviceMesh` with names. By default the configuration's `mesh` section.
+            `DeviceMesh` with names. By default, the configuration's `mesh` section is used.
 
     Returns:
-        The tuple (engine, optimizer, training_dataloader, lr_scheduler). Each of the last three is
-        None if the run has none.
+        The tuple (engine, optimizer, training_dataloader, lr_scheduler). The optimizer, the loader
+        and the schedule are None if the arguments and the configuration do not define them.
 
     Raises:
         ConfigError: The configuration has an unknown key or a value that cannot be used.

@@ -37,14 +37,14 @@ def set_z3_leaf_modules(
 
     Args:
         model: The model, before `initialize`.
-        leaf_module_classes: Types, class names, or full class names.
+        leaf_module_classes: Classes, given as types, class names, or class names with the module.
         raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:
         The modules of these classes, which are leaf modules now.
 
     Raises:
-        LeafNotFoundError: No module matches.
+        LeafNotFoundError: `raise_if_not_found` is true and no module has one of the classes.
 
     Example:
         >>> set_z3_leaf_modules(model, [MixtralSparseMoeBlock])
@@ -61,14 +61,14 @@ def unset_z3_leaf_modules(
 
     Args:
         model: The model, before `initialize`.
-        leaf_module_classes: Types, class names, or full class names.
+        leaf_module_classes: Classes, given as types, class names, or class names with the module.
         raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:
         The modules of these classes, which are no longer leaf modules.
 
     Raises:
-        LeafNotFoundError: No module matches.
+        LeafNotFoundError: `raise_if_not_found` is true and no module has one of the classes.
     """
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
@@ -76,20 +76,20 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make the modules with the given full names ZeRO-3 leaf modules.
+    """Turn the modules with the given full names into ZeRO-3 leaf modules.
 
     A leaf module is gathered and released as one unit together with all of its submodules.
 
     Args:
         model: The model, before `initialize`.
         module_names: Names as in `model.named_modules()`.
-        raise_if_not_found: Whether to raise an error if a name is missing.
+        raise_if_not_found: Whether to raise an error if no module has one of these names.
 
     Returns:
-        The new leaf modules, and the names that no module has.
+        A pair of lists: the modules that are now leaf modules, and the names that no module has.
 
     Raises:
-        LeafNotFoundError: A name is missing.
+        LeafNotFoundError: `raise_if_not_found` is true, and a name is that of no module.
     """
     return _mark_named(model, module_names, str.__eq__, raise_if_not_found)
 
@@ -97,20 +97,21 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make the modules whose full names end with a suffix ZeRO-3 leaf modules.
+    """Turn the modules whose full names have given suffixes into ZeRO-3 leaf modules.
 
     A leaf module is gathered and released as one unit together with all of its submodules.
 
     Args:
         model: The model, before `initialize`.
         module_name_suffixes: Suffixes of names as in `model.named_modules()`.
-        raise_if_not_found: Whether to raise an error if no name has a suffix.
+        raise_if_not_found: Whether to raise an error if a suffix matches no module.
 
     Returns:
-        The new leaf modules, and the suffixes that no name has.
+        A pair of lists: the modules that are now leaf modules, and the suffixes that match no
+        module.
 
     Raises:
-        LeafNotFoundError: No name has a suffix.
+        LeafNotFoundError: `raise_if_not_found` is true, and a suffix matches no module.
     """
     return _mark_named(model, module_name_suffixes, str.endswith, raise_if_not_found)
 
@@ -162,12 +163,12 @@ def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Make one module a ZeRO-3 leaf module, or undo it.
+    """Set whether one module is a ZeRO-3 leaf module.
 
     Args:
-        model: Module to change. Its submodules are not changed.
-        flag: If True, the module is gathered and released as one unit. If False, an earlier call
-            is undone.
+        model: Module to change, before `initialize`. Its submodules are not changed.
+        flag: If True, the module is gathered and released as one unit together with its submodules.
+            If False, the module is no longer a leaf module.
     """
     if any(isinstance(owner_of(param), ParamGroup) for param in model.parameters()):
         log_once(

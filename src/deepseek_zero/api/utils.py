@@ -33,6 +33,9 @@ def set_log_level_from_string(level: str) -> None:
 
     Args:
         level: "debug", "info", "warning", "error" or "critical".
+
+    Raises:
+        UnknownLevelError: `level` is none of these names.
     """
     logger.setLevel(get_log_level_from_string(level))
 
@@ -58,11 +61,11 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log this process's memory usage, on every rank.
+    """Log how much memory of the device and of the host is in use, on every calling rank.
 
     Args:
-        message: Text in front of the figures.
-        force: Whether to log anything. If false, the call does nothing, as in DeepSpeed.
+        message: Text at the start of the logged line.
+        force: If false, the call does nothing, as in DeepSpeed.
     """
     if not force:
         return
@@ -78,7 +81,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 class RepeatingLoader:
-    """Wrap a loader so that it restarts when it ends.
+    """An iterator over a loader that starts a new pass whenever the loader ends.
 
     `next()` raises StopIteration only if the loader is empty.
 

@@ -130,14 +130,14 @@ class DeepSeekZeRO3(Exports, StandsForModule):
 
     The ZeRO stage may be 0, 1, 2 or 3. A call of this object returns the output of the model.
     Parameters, buffers and submodules have the names that they have in the model, without a prefix.
-    After this object is constructed, the model itself can be used for training instead, and no
-    reference to this object is needed.
+    After construction, a program may also call the model itself, and does not have to keep a
+    reference to this object.
 
     Args:
         model: The module to shard.
         **zero_config: Any top-level key of the configuration, and `stage` as a short form of
             ``zero_optimization={"stage": ...}``. `optimizer` and `lr` do not create an optimizer.
-            They are compared with the optimizer that the program creates.
+            A warning is logged if they differ from those of the program's `ZeroOptimizer`.
 
     Raises:
         ConfigError: A key is unknown or has a value that cannot be used.
@@ -247,8 +247,8 @@ def _keep(parts: Parts, module: nn.Module, args: Any) -> None:
 class ZeroOptimizer(ScalesItself, Optimizer):
     """An optimizer for the parameters of a model that `DeepSeekZeRO3` shards.
 
-    It may be created before or after the model is wrapped. It updates this rank's shards. Gradients
-    are kept until `zero_grad`, as with the optimizers of torch.
+    The optimizer may be created before or after the model is wrapped. Each rank updates its own
+    shards. Gradients are kept until `zero_grad` is called, as with the optimizers of torch.
 
     Args:
         params: Parameters or parameter groups to update.
@@ -272,7 +272,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return the state by parameter, as in `torch.optim.Optimizer`."""
+        """Return the optimizer state of each parameter, as in `torch.optim.Optimizer`."""
         return self.client.state
 
     @property
@@ -332,10 +332,12 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         """Update the weights from the accumulated gradients.
 
         Args:
-            closure: Called before the update to compute the loss, as in torch.
+            closure: A function that computes the loss before the update, as in torch. It must be
+                None if a model has been wrapped.
 
         Raises:
-            UsageError: There are several ranks, and no wrapped model has these parameters.
+            UsageError: There are several ranks and no wrapped model has these parameters, or a
+                closure was passed although a model has been wrapped.
 
         Note:
             Collective if a model has been wrapped: every rank must call it.
@@ -362,7 +364,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
                 the parameters must be those of that model.
 
         Note:
-            Every rank must make the same call.
+            Collective if a model has been wrapped: every rank must call it.
         """
         self._attach().add_param_group(param_group)
 

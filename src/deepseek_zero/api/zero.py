@@ -49,14 +49,14 @@ class Init(zero_init.Init):
     """Context manager that shards each module when it is assigned to its parent module.
 
     A rank therefore never holds the whole model. With one rank, each shard is the whole parameter.
-    In a program that imports `deepspeed`, the parameters have the `ds_*` attributes.
+    In a program that imports `deepspeed`, the parameters also have DeepSpeed's `ds_*` attributes.
 
     Args:
-        module: An existing module to shard.
-        dtype: Cast the values when they are sharded.
+        module: A module that exists already and is sharded immediately; None for no such module.
+        dtype: The dtype to which values are cast when they are sharded; None keeps their dtype.
         enabled: If False, the context does nothing.
-        config_dict_or_path: A configuration. In a program that imports `deepspeed`, the values are
-            cast to its dtype.
+        config_dict_or_path: A configuration. In a program that imports `deepspeed`, the dtype of
+            this configuration is used if `dtype` is None.
         **deepspeed_options: DeepSpeed's other arguments, which are accepted and have no effect.
 
     Raises:
@@ -111,14 +111,14 @@ class Init(zero_init.Init):
 
 
 class GatheredParameters(gathered_parameters.GatheredParameters):
-    """Context manager that gathers sharded parameters, so that they have their full values.
+    """Context manager in which sharded parameters have their full values.
 
     Parameters that are not sharded are not changed.
 
     Args:
         params: A parameter, several parameters, or a module.
         modifier_rank: The rank whose in-place changes all ranks adopt at exit. If None, the values
-            are read-only, and a change raises UsageError on all ranks because it would be lost.
+            are read-only. A change would then be lost, so it raises UsageError on all ranks.
         fwd_module: Accepted and ignored.
         enabled: If False, the context does nothing.
 
@@ -141,13 +141,16 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     """Load weights from a safetensors folder or file into a model.
 
     In a wrapped model, the shards and the main weights are replaced. A model that is not wrapped
-    yet may be on the meta device or constructed under `zero.Init`. In this case, each rank reads
-    only its shards, and `initialize` uses them.
+    yet may be on the meta device or constructed under `zero.Init`. Each rank then reads only its
+    shards, and `initialize` uses them.
 
     Args:
         model: Model to load into, before or after `initialize`.
-        path: A folder in the layout of Hugging Face, or one file.
-        strict: Whether to raise an error if the files and the model have different parameters.
+        path: A folder in the layout of Hugging Face, or one safetensors file.
+        strict: Whether to raise an error if the files and the model have different names.
+
+    Raises:
+        CheckpointError: The files do not fit the model or are damaged.
 
     Note:
         Collective if the model is sharded over several ranks: every rank must call it.
@@ -164,8 +167,8 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that a module's forward reads a parameter of another unit.
 
-    The call is optional. Without it, the parameter is found and gathered at its first use in a
-    forward.
+    A unit is a module whose parameters are gathered together. The call is optional. If it is left
+    out, the library detects the parameter at its first use in a forward, and gathers it then.
 
     Args:
         module: The module that reads the parameter.
@@ -175,7 +178,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         UsageError: No engine has wrapped the parameter.
 
     Note:
-        Every rank must make the same calls. They do not communicate.
+        Every rank must make the same calls, although the calls do not communicate.
     """
     runtime, owner, readers = _readers(module, parameter)
     for reader in readers:
@@ -185,7 +188,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Undo `register_external_parameter`.
 
-    If the module reads the parameter later, the library detects that and gathers it again.
+    If the module reads the parameter after this call, the library detects the parameter at its
+    first use and gathers it then.
 
     Args:
         module: The module that read the parameter.
@@ -195,7 +199,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         UsageError: No engine has wrapped the parameter.
 
     Note:
-        Every rank must make the same calls. They do not communicate.
+        Every rank must make the same calls, although the calls do not communicate.
     """
     runtime, owner, readers = _readers(module, parameter)
     for reader in readers:
