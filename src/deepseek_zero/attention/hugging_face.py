@@ -33,19 +33,19 @@ _SPARSE: weakref.WeakKeyDictionary[nn.Module, SparseAttention] = weakref.WeakKey
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model's layers look up their attention in transformers' registry."""
+    """Return whether a model's layers look up their attention function in transformers."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) is not None
 
 
 def attend_sparsely(model: nn.Module, attention: SparseAttention) -> None:
     """Replace the attention of a transformers model by sparse attention, in place.
 
-    Attention and mask functions are registered with transformers, and the model's configuration is
-    set to their name.
+    An attention function and a mask function are registered with transformers under one name. The
+    model's configuration is changed to select this name.
 
     Args:
-        model: The transformers model, whose layers are changed.
-        attention: The sparse attention that all its layers call.
+        model: The transformers model to change.
+        attention: The sparse attention that all layers of the model call.
 
     Raises:
         NotBuiltError: Sparse attention does not support the model's attention.

@@ -21,14 +21,14 @@ from .rows import Bias, BiasRule
 class SparseAttention:
     """A callable that computes attention over the blocks of a layout.
 
-    A block is a fixed number of consecutive tokens. `engine.sparse_attention` is an instance, for
-    models that call it in their own attention.
+    A block is a fixed number of consecutive tokens. `engine.sparse_attention` is an instance of
+    this class, which a model may call in its attention layers.
 
     Attributes:
         layout: The blocks of keys that each block of queries attends to.
-        ranks: Number of ranks that share the heads of each layer, in equal parts.
-        index: The index of this rank among them. It determines which heads of the layer this rank
-            computes.
+        ranks: Number of ranks over which the heads of each layer are divided equally.
+        index: The index of this rank among these ranks. The index determines which heads of the
+            layer this rank computes.
     """
 
     layout: BlockLayout

@@ -25,18 +25,19 @@ BlockSpan = tuple[int, int]  # Blocks [start, stop)
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Base class of all layouts: which blocks of keys each block of queries attends to.
+    """Base class of layouts, which define the blocks of keys that queries attend to.
 
     Queries and keys are divided into blocks of `block` tokens. A row of the layout is a block of
-    queries, a column is a block of keys.
+    queries, and a column is a block of keys.
 
     Attributes:
         block: Number of tokens of a block.
         different_layout_per_head: Whether heads may have different layouts.
-        attention: "unidirectional" excludes later keys; "bidirectional" does not.
+        attention: "unidirectional" excludes keys that come after the query; "bidirectional" allows
+            them.
 
     Raises:
-        ConfigError: The arguments are invalid.
+        ConfigError: A value is out of range, or the arguments contradict each other.
     """
 
     block: int = 16
@@ -70,7 +71,7 @@ class BlockLayout:
         return self.block
 
     def variant(self, head: int) -> int:
-        """Return a number that identifies the layout of a head, as `rows` expects it.
+        """Return the number that identifies the layout of a head in calls of `rows`.
 
         Heads with the same layout have the same number.
 
@@ -394,9 +395,9 @@ MODES: Mapping[str, type[BlockLayout]] = {
 
 
 def fields_of(mode: str) -> set[str]:
-    """Return the names of the arguments of one of DeepSpeed's sparsity modes.
+    """Return the names of the arguments that one of DeepSpeed's sparsity modes accepts.
 
-    They are the fields of the mode's layout class, which `MODES` contains.
+    The arguments are the fields of the layout class `MODES[mode]`.
     """
     return {each.name for each in fields(MODES[mode])}
 
@@ -406,14 +407,15 @@ def layout_of(mode: str, arguments: Mapping[str, Any]) -> BlockLayout:
 
     Args:
         mode: The name of the mode, for example "fixed" or "bigbird"; a key of `MODES`.
-        arguments: Arguments of the mode by DeepSpeed's names; lists are allowed for tuples. Missing
-            ones have the defaults of the layout class.
+        arguments: Arguments of the mode by DeepSpeed's names; lists are allowed for tuples. A
+            missing argument has the default of the layout class.
 
     Returns:
         A `BlockLayout`, for example for `SparseAttention`.
 
     Raises:
-        ConfigError: The mode is unknown, or does not have one of the arguments.
+        ConfigError: The mode is unknown, does not have one of the arguments, or does not allow the
+            value of an argument.
     """
     if mode not in MODES:
         raise ConfigError(

@@ -32,10 +32,10 @@ _KEPT_BYTES = 32 << 20  # Bytes of cached masks; a mask of a quarter of this is 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The keys that each query attends to: a block layout, combined with limits of distance.
+    """The keys that each query attends to: a block layout combined with maximum distances.
 
-    A query attends to a key if the layout contains the pair of their blocks and the distance
-    between them is within both limits.
+    A query attends to a key if two conditions hold. The layout contains the pair of their blocks,
+    and the key is at most `behind` tokens before the query or at most `ahead` tokens after it.
 
     Attributes:
         layout: The blocks of keys that each block of queries attends to; None for all keys.
@@ -56,7 +56,7 @@ class Pattern:
         window: int | None = None,
         reach: int | None = None,
     ) -> Pattern:
-        """Create a pattern from a layout, a causal mask and limits of distance.
+        """Create a pattern from a layout, a causal mask and maximum distances.
 
         Args:
             layout: The blocks of keys that each block of queries attends to; None for all keys.
@@ -85,13 +85,13 @@ class Pattern:
         return 0 if self.layout is None else self.layout.variant(head)
 
     def reaches(self, away: Tensor) -> Tensor:
-        """Return which distances from a query to a key, in tokens, are within the limits.
+        """Return which distances from a query to a key are within `behind` and `ahead`.
 
         Args:
-            away: Distances in tokens; positive for later keys.
+            away: Distances in tokens; positive for keys after the query.
 
         Returns:
-            A bool tensor of the same shape.
+            A bool tensor with the shape of `away`, True for distances within the limits.
         """
         seen = torch.ones_like(away, dtype=torch.bool)
         if self.ahead is not None:

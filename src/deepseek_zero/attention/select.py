@@ -41,7 +41,7 @@ def attend_selected(
         key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
         value: Shape ``(samples, key_heads, tokens, value_width)``.
         block: The number of keys per block.
-        blocks: Number of blocks that a tile attends to, including its own.
+        blocks: Number of blocks that a tile attends to, including the block that contains the tile.
         tile: The number of consecutive queries that attend to the same blocks; must divide `block`.
         chosen_by: "head": each head selects separately (MoBA). "group": heads that read the same
             keys select together, by the sum of their scores (NSA).
@@ -51,7 +51,8 @@ def attend_selected(
         A tensor of shape ``(samples, heads, tokens, value_width)``.
 
     Raises:
-        UsageError: The sizes do not fit.
+        UsageError: The shapes do not fit together, a size is less than 1, or `tile` does not divide
+            `block`.
     """
     table = select_blocks(query, key, block=block, blocks=blocks, tile=tile, chosen_by=chosen_by)
     shape = AttentionShape.of(query, key)
@@ -85,18 +86,19 @@ def select_blocks(
         query: Shape ``(samples, heads, tokens, width)``.
         key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
         block: The number of keys per block.
-        blocks: Number of blocks that a tile attends to, including its own.
+        blocks: Number of blocks that a tile attends to, including the block that contains the tile.
         tile: The number of queries per tile; must divide `block`.
         chosen_by: "head": each head selects separately. "group": heads that read the same keys
             select together.
 
     Returns:
         A bool tensor of shape ``(samples, selections, tiles, key_blocks)``, True for selected
-        blocks. There are as many selections as heads ("head") or key heads ("group"), ``ceil(tokens
-        / tile)`` tiles and ``ceil(tokens / block)`` key blocks.
+        blocks. `selections` is the number of heads with "head", and of key heads with "group".
+        `tiles` is ``ceil(tokens / tile)``, and `key_blocks` is ``ceil(tokens / block)``.
 
     Raises:
-        UsageError: The sizes do not fit.
+        UsageError: The shapes do not fit together, a size is less than 1, or `tile` does not divide
+            `block`.
     """
     if (
         query.shape[2] != key.shape[2]

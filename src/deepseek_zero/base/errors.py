@@ -48,7 +48,8 @@ def brief(error: BaseException) -> str:
 class ConfigError(DeepSeekZeroError, ValueError, AssertionError):
     """Raised if the configuration cannot be used; the message lists every problem.
 
-    DeepSpeed raises a ValueError or an AssertionError, depending on the check, so this is both.
+    The class is also a ValueError and an AssertionError, because DeepSpeed raises one or the other
+    for an invalid configuration.
     """
 
 

@@ -85,15 +85,19 @@ def state_dict_of(
     tag: str | None = None,
     exclude_frozen: bool = False,
 ) -> dict[str, Tensor]:
-    """Return a checkpoint's weights and buffers as a whole state dict.
+    """Return the weights and buffers of a checkpoint as a full state dict.
 
     Tied weights appear under each of their names.
 
     Args:
         path: A checkpoint, or a directory of checkpoints.
-        dtype: Dtype of floating-point tensors; None keeps the most precise saved form.
-        tag: The checkpoint in the directory; None selects the one named by `latest`.
+        dtype: Dtype of floating-point tensors; None keeps the most precise dtype that was saved.
+        tag: Name of the checkpoint in the directory; None selects the one that the file `latest`
+            names.
         exclude_frozen: Whether to omit parameters that are not trained.
+
+    Returns:
+        The full tensors by name.
 
     Raises:
         CheckpointError: The checkpoint is damaged.

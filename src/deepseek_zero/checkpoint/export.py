@@ -45,10 +45,10 @@ FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """Which tensors an export writes, in which dtype, and how large its files are.
+    """Settings of an export: dtype, maximum file size, and whether to omit frozen parameters.
 
     Attributes:
-        dtype: Dtype of floating-point tensors; None keeps the dtype in which they compute.
+        dtype: Dtype of floating-point tensors; None keeps the dtype with which the model computes.
         max_shard_bytes: Maximum size of one file in bytes.
         exclude_frozen: Whether to omit parameters that are not trained.
     """
@@ -280,10 +280,11 @@ def export_safetensors(
         runtime: Runtime that holds this rank's shards.
         directory: Folder to write into; it may contain other files.
         settings: Dtype and file size of the export.
-        companions: Called on rank 0 with the staging folder, to write additional files into it.
+        companions: A function that writes additional files. Rank 0 calls it with the path of the
+            temporary folder that contains the safetensors files. None writes no additional files.
 
     Returns:
-        The names of the files.
+        The names of the safetensors files.
 
     Raises:
         CheckpointError: A rank cannot write. It is raised on every rank.
@@ -313,13 +314,14 @@ def export_safetensors(
 def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     """Write the full weights to one file on rank 0.
 
-    The suffix selects the format: safetensors or torch. A safetensors file is written tensor by
-    tensor. For torch.save, rank 0 holds the whole model in host memory, in the requested dtype.
+    The suffix .safetensors selects a safetensors file, which is written tensor by tensor. The other
+    suffixes select a file for `torch.load`. To write it, rank 0 holds the whole model in host
+    memory, in the requested dtype.
 
     Args:
         runtime: Runtime that holds this rank's shards.
         path: File to write, with the suffix .safetensors, .pth, .pt or .bin.
-        settings: Dtype of the export.
+        settings: Dtype of the export, and whether to omit frozen parameters.
 
     Raises:
         CheckpointError: Rank 0 cannot write. It is raised on every rank.

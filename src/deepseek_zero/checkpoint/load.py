@@ -63,11 +63,11 @@ from .verify import FileSubset, first_few, raise_faults, verify
 
 
 def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Load a checkpoint in this library's own layout into an engine.
+    """Load a checkpoint in this library's layout into an engine.
 
     Weights, main weights, moments, buffers and random generators are restored. Any number of ranks
-    on any mesh may have saved the checkpoint. Shapes, names, the optimizer and (if
-    `settings.verify`) checksums are checked on every rank before any rank changes anything.
+    on any mesh may have saved the checkpoint. All ranks check shapes, names and the optimizer
+    before any rank changes its states. If `settings.verify` is true, they also check checksums.
 
     Args:
         directory: Directory of checkpoints.
@@ -76,7 +76,8 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
         settings: What to load and verify.
 
     Returns:
-        The path of the checkpoint, the counters and schedules of the run, and the `client_state`.
+        A `Loaded` with the path of the checkpoint, the counters and schedules of the run, and the
+        `client_state`.
 
     Raises:
         CheckpointError: The checkpoint does not fit the engine or is damaged. It is raised on every

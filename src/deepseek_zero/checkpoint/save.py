@@ -60,12 +60,21 @@ RANK_FILE = re.compile(r"rank_\d+\.safetensors")
 class PendingSave:
     """A checkpoint that is being saved in two collective steps.
 
-    The constructor starts the save and `commit` completes it. Between them, each rank writes its
-    file.
+    The constructor starts the save, and `commit` completes it. If `settings.wait` is false, a rank
+    may write its file in the background between the two steps.
+
+    Args:
+        directory: Directory of checkpoints.
+        tag: Name of the checkpoint. The tag of rank 0 is used if ranks pass different tags.
+        contents: States of the engine to save.
+        settings: What to write, and whether the constructor waits until it is written.
 
     Raises:
         CheckpointError: A rank cannot write. It is raised on every rank, and the previous
             checkpoint stays loadable.
+
+    Note:
+        Collective: every rank must call the constructor.
     """
 
     def __init__(
@@ -125,7 +134,7 @@ class PendingSave:
     def commit(self) -> Path:
         """Wait for the files of all ranks, publish the checkpoint and return its folder.
 
-        All data is on the disk when this returns. If an error occurs, the written files are
+        All data is on the disk when this method returns. If an error occurs, the written files are
         removed.
 
         Raises:

@@ -58,8 +58,8 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
         strict: Whether to require the same names in the model and the files.
 
     Raises:
-        CheckpointError: The files are damaged, or names (if `strict`) or shapes differ. It is
-            raised on every rank, and the model is unchanged.
+        CheckpointError: The files are damaged, shapes differ, or names differ and `strict` is true.
+            It is raised on every rank, and the model is unchanged.
 
     Note:
         Collective: every rank must call it.
@@ -94,14 +94,14 @@ def _optimizer_of(runtime: Runtime) -> ShardedOptimizer | None:
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
     """Load the weights of safetensors files into a model.
 
-    The model may be wrapped, or it may be on the meta device or built under `zero.Init`. In the
-    latter cases, each rank reads only its shards and `initialize` uses them.
+    The model may be wrapped or not. A model that is not wrapped yet may be on the meta device or
+    built under `zero.Init`. Each rank then reads only its shards, and `initialize` uses them.
 
     Args:
         model: Model whose parameters and buffers are replaced.
         path: A safetensors file, or a folder in the layout of Hugging Face.
-        strict: Whether to require the same names in the model and the files. Shapes must always
-            match.
+        strict: Whether to require the same names in the model and the files. Shapes must match in
+            any case.
 
     Raises:
         CheckpointError: The files do not fit the model or are damaged.

@@ -32,18 +32,18 @@ SCHEDULER_DEFAULTS = {"warmup_min_lr": 0.0, "warmup_num_steps": 1000}
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a run that the resolver uses.
+    """The properties of a run from which `resolve` computes the values of "auto" keys.
 
     Attributes:
         world_size: Number of ranks.
         data_size: Number of ranks that read different batches; None means all ranks.
         stages: Number of pipeline stages of the mesh.
         tensor_size: Number of tensor-parallel ranks of the mesh.
-        counts_model_ranks: Whether the author of the configuration may have counted all ranks of a
-            copy of the model as data-parallel ranks.
+        counts_model_ranks: Whether `train_batch_size` may have been computed as if all ranks of one
+            model replica were data-parallel ranks.
         device_type: Type of the ranks' device.
         has_bf16: Whether the device has native bf16.
-        launched: Whether a launcher started these ranks. If not, one process runs without one.
+        launched: Whether a launcher started the ranks. If false, the run may be a single process.
         hidden_size: The model's hidden size, or None if unknown.
         loader_micro_batch: The batch size of the program's data loader, or None.
         client_optimizer: Default options of an optimizer that the program passes (lr, betas, ...).
@@ -65,15 +65,15 @@ class Facts:
 def resolve(raw: RawConfig, facts: Facts) -> Config:
     """Return the configuration of this run, with every "auto" replaced by a value.
 
-    `Config.decisions` records each resolved value with its reason. Ranks with equal facts get equal
-    configurations, without communication.
+    `Config.decisions` records each resolved value with its reason. The function does not
+    communicate.
 
     Args:
-        raw: The result of `load`.
-        facts: The facts of the run.
+        raw: The configuration that `load` returned, in which keys may be "auto".
+        facts: The properties of the run, such as the number of ranks and the type of the device.
 
     Returns:
-        The configuration, which is equal on ranks with equal facts.
+        The configuration, which is equal on all ranks that pass equal arguments.
 
     Raises:
         ConfigError: The configuration does not fit the run; the message lists every problem.

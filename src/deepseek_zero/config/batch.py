@@ -16,7 +16,15 @@ _LABELS = ("Train batch size", "Micro batch size per gpu", "Gradient accumulatio
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch sizes of a run: samples per step, samples per micro-batch, accumulation steps."""
+    """The batch sizes of a run, after missing values have been computed.
+
+    Attributes:
+        train: Train batch size: samples of all ranks per step.
+        micro: Micro-batch size per rank, in samples.
+        accumulation: Micro-batches per step.
+        data_size: Number of data-parallel ranks.
+        why: How the values that were not configured have been computed, as a text for the user.
+    """
 
     train: int
     micro: int
@@ -35,8 +43,8 @@ class BatchRequest:
         micro: Micro-batch size per rank, in samples.
         accumulation: Micro-batches per step.
         loader: The batch size of the program's own data loader.
-        micro_auto: Whether the micro-batch key is "auto", so that the loader's size takes
-            precedence over a division.
+        micro_auto: Whether the micro-batch key is "auto". If it is, `loader` may be used as the
+            micro-batch size. Otherwise the micro-batch size is computed from the train batch size.
     """
 
     data_size: int

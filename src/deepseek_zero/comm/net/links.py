@@ -65,17 +65,17 @@ _READ_AT_ONCE = 1 << 21  # Bytes that are read before another connection's turn
 
 
 class Links:
-    """Serve the connections of one rank to other hosts in a thread.
+    """Serves the connections of this process to the ranks on other hosts, in a thread.
 
-    All groups of the process use the same instance. Ranks are world ranks here; `Tcp` uses the
-    ranks of its group.
+    A `Link` is the connection to one other rank. All groups of the process use the same `Links`
+    object, in which every rank is a world rank.
 
     Args:
         rank: The world rank of this process.
-        secret: The job's secret.
-        listener: The listener of this process.
-        addresses: The addresses of the other ranks' listeners.
-        names: The names of all ranks' hosts, if known.
+        secret: The secret of the job, with which both ends of a new connection authenticate.
+        listener: The listener that accepts connections from ranks on other hosts.
+        addresses: The address of the listener of each rank on another host, by world rank.
+        names: The host name of each rank, for error messages; empty if not known.
     """
 
     def __init__(
@@ -108,10 +108,11 @@ class Links:
         _OPEN.add(self)
 
     def connect(self) -> str:
-        """Connect to all ranks of other hosts.
+        """Connect to all ranks on other hosts.
 
         Returns:
-            The reason why a connection failed, or "" if all connections were established.
+            A text that names the ranks to which there is no connection and the reasons, or "" if
+            all connections were established.
 
         Note:
             Collective: every rank must call it, after all listeners are open.
@@ -137,15 +138,15 @@ class Links:
         return "; ".join(described)
 
     def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
-        """Start one collective: send a tensor to each of these ranks, and receive one.
+        """Start one collective: send a tensor to several ranks, and receive one from each of them.
 
         Args:
-            messages: By world rank, the outgoing and the incoming tensor. Empty tensors are not
-                sent.
-            cid: The identity of the collective.
+            messages: By world rank, a pair of the outgoing tensor and the tensor to receive into.
+                Empty tensors are not sent.
+            cid: The identifier of the collective, by which ranks match their messages.
 
         Returns:
-            A function that waits for the collective.
+            A function that waits until all tensors were sent and received.
         """
         exchange = Exchange(cid)
         tag = tag_of(cid)
@@ -178,14 +179,14 @@ class Links:
                 link.drop_lanes(lanes)
 
     def close(self) -> None:
-        """Close all connections after their messages have arrived, then close the listener."""
+        """Close all connections as `hang_up` does, and then close the listener."""
         self.hang_up()
         self.listener.close()
 
     def hang_up(self) -> None:
-        """Close all connections, after the other ranks have received all messages.
+        """Close all connections after the other ranks have received all messages.
 
-        The wait is at most `FAREWELL_SECONDS`.
+        The method waits at most `FAREWELL_SECONDS` for the other ranks.
         """
         with self._changed:
             if self.is_closing:
@@ -349,7 +350,10 @@ class Links:
     # -- connections
 
     def dials(self, link: Link) -> bool:
-        """Return whether this rank, and not the other, opens the connections of a link."""
+        """Return whether this rank opens the connections of a link.
+
+        Of the two ranks of a link, the one with the higher number opens the connections.
+        """
         return self.rank > link.rank
 
     def _admit(self, connection: socket.socket, rank: int) -> None:
@@ -360,11 +364,11 @@ class Links:
             self.install(link, connection)
 
     def install(self, link: Link, connection: socket.socket) -> None:
-        """Continue a link over a new connection.
+        """Replace the connection of a link by a new one, over which its messages continue.
 
         Args:
-            link: Link to continue.
-            connection: New connection, after a valid handshake.
+            link: Link to one other rank.
+            connection: New connection to this rank, after a valid handshake.
         """
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
@@ -409,11 +413,11 @@ class Links:
             threading.Thread(target=_Recovery(self, link).run, daemon=True, name=name).start()
 
     def lose(self, link: Link, reason: str) -> None:
-        """Declare a rank lost; everything that waits for it raises `ConnectionLost`.
+        """Declare a rank lost, so that collectives that wait for it raise `ConnectionLost`.
 
         Args:
-            link: The link to the rank.
-            reason: Why it is lost, as a clause.
+            link: The link to the lost rank.
+            reason: Why the rank is lost, as a clause for the error message.
         """
         with self._changed:
             if link.gone or self.is_closing:

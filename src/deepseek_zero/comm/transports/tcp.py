@@ -12,13 +12,13 @@ from .base import PointToPoint, Wait
 
 
 class Tcp(PointToPoint):
-    """Send over this library's sockets to ranks on other hosts.
+    """A transport that exchanges tensors with ranks on other hosts over TCP connections.
 
     Args:
         rank: This rank's index in `ranks`.
-        ranks: The group's members as world ranks.
-        peers: The indices of the ranks to exchange with.
-        links: The sockets of this process.
+        ranks: The world ranks of the group's members.
+        peers: The indices in `ranks` of the members with which this rank exchanges tensors.
+        links: The connections of this process to other hosts.
     """
 
     description = "our own sockets"
