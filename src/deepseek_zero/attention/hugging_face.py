@@ -33,7 +33,7 @@ _SPARSE: weakref.WeakKeyDictionary[nn.Module, SparseAttention] = weakref.WeakKey
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model's layers look up their attention function in transformers."""
+    """Return whether a model's layers get their attention from transformers' registry."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) is not None
 
 

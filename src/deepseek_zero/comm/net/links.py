@@ -67,8 +67,8 @@ _READ_AT_ONCE = 1 << 21  # Bytes that are read before another connection's turn
 class Links:
     """Serves the connections of this process to the ranks on other hosts, in a thread.
 
-    A `Link` is the connection to one other rank. All groups of the process use the same `Links`
-    object, in which every rank is a world rank.
+    A `Link` holds the messages and the connection between this rank and one other rank. All groups
+    of the process use the same `Links` object, in which every rank is a world rank.
 
     Args:
         rank: The world rank of this process.

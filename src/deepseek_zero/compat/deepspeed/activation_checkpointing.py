@@ -57,18 +57,19 @@ def __getattr__(name: str) -> Any:
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
-    """Configure for the whole process where `checkpoint` stores its inputs.
+    """Configure activation checkpointing for the whole process.
 
-    This is `deepseek_zero.checkpointing.configure` with one more check.
+    This function calls `deepseek_zero.checkpointing.configure` after one additional check.
 
     Args:
-        mpu_: DeepSpeed's model-parallel unit.
+        mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
+            this rank's tensor-parallel index from it.
         deepspeed_config: Configuration with an `activation_checkpointing` section.
         **words: DeepSpeed's keyword arguments, which override the configuration.
 
     Raises:
         UsageError: `contiguous_checkpointing` was set without `num_checkpoints` or a configuration.
-            DeepSpeed refuses this, too.
+            DeepSpeed raises an error in this case, too.
     """
     contiguous = words.get("contiguous_checkpointing") and words.get("num_checkpoints") is None
     if contiguous and deepspeed_config is None:

@@ -10,7 +10,13 @@ from ...optimizers.lr_schedules import SCHEDULES
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed, --deepspeed_config and their deprecated spellings to a parser; return it."""
+    """Add the options --deepspeed and --deepspeed_config to a parser.
+
+    Their deprecated spellings --deepscale and --deepscale_config are also added.
+
+    Returns:
+        The parser that was passed.
+    """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument(
         "--deepspeed", action="store_true", help="use the engine (a flag for the script to read)"

@@ -91,7 +91,7 @@ def _all_gather_coalesced(
 def initialize_mesh_device(
     mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]
 ) -> DeviceMesh:
-    """Return torch's DeviceMesh over all ranks.
+    """Create a `torch.distributed.DeviceMesh` over all ranks.
 
     Args:
         mesh_shape: Number of ranks along each dimension.
@@ -195,7 +195,11 @@ def get_world_group() -> Any:
 
 
 def get_all_ranks_from_group(group: Any = None) -> Sequence[int]:
-    """Return the world ranks of the members of a process group."""
+    """Return the world ranks of the members of a process group.
+
+    The default is the group of all ranks. If torch.distributed is not initialized, the result is
+    ``[0]``.
+    """
     return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
 
@@ -212,16 +216,16 @@ def configure(
 ) -> None:
     """Configure which calls of this module are logged.
 
-    Arguments other than `deepspeed_config` override the configuration. None keeps the current
-    value.
+    Arguments other than `deepspeed_config` override the configuration. An argument that is None
+    keeps the current value.
 
     Args:
-        deepspeed_config: A DeepSpeedConfig with a `comms_logger` section.
+        deepspeed_config: A DeepSpeedConfig, whose section `comms_logger` is used if it is enabled.
         enabled: Whether calls are logged.
         prof_all: Whether all operations are logged.
         prof_ops: Names of the operations to log if `prof_all` is false.
         verbose: Whether each call is printed.
-        debug: Stored, without effect.
+        debug: Accepted and stored; it has no effect.
     """
     stated = {
         "enabled": enabled,
@@ -248,11 +252,13 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Print the number, sizes, times and bandwidths of the logged calls on rank 0.
 
     Args:
-        show_straggler: Whether to include the time that slow ranks cause.
+        show_straggler: Whether to include the time that ranks have waited for slower ranks. All
+            ranks must have logged the same calls.
         return_dict: Whether to return the summary as a dictionary.
 
     Returns:
-        The summary if `return_dict` is true, else None.
+        If `return_dict` is true, a dictionary with the keys "summary", "straggler_analysis" and
+        "metadata", else None.
 
     Note:
         Collective if a process group is initialized: every rank must call it.

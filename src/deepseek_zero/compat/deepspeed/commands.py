@@ -28,7 +28,11 @@ too. A genuine DeepSpeed stays as it is.
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Add the subcommands `exec` and `dropin-path` to the command `deepseek-zero`."""
+    """Add the subcommands `exec` and `dropin-path` to the command `deepseek-zero`.
+
+    `exec` runs a program in which `import deepspeed` imports this library. `dropin-path` prints the
+    directory of the drop-in package.
+    """
 
     @app.command("exec", help=EXEC_HELP, context_settings={"allow_interspersed_args": False})
     def exec_program(
@@ -65,7 +69,13 @@ def exec_command(command: Sequence[str]) -> None:
 
 
 def findings() -> list[tuple[str, str, str]]:
-    """Return rows for `deepseek-zero doctor`: name, value, meaning."""
+    """Return the rows about DeepSpeed for the table that `deepseek-zero doctor` prints.
+
+    They report which package `import deepspeed` imports, if any.
+
+    Returns:
+        Triples of a name, a value and the meaning of the value.
+    """
     if is_dropin_active():
         meaning = f"this library answers to that name, from {DIRECTORY}"
         return [("deepspeed", "deepseek_zero", meaning)]

@@ -35,10 +35,10 @@ CLIENTS = (
 
 
 def install_as_deepspeed() -> Path:
-    """Make `import deepspeed` import this library, in this process and its children.
+    """Make `import deepspeed` import this library in this process and its child processes.
 
-    Call it before importing accelerate, transformers, lightning or trl. It does not change an
-    installed DeepSpeed. Calling it twice is harmless.
+    Call this function before accelerate, transformers, lightning or trl is imported. It does not
+    change an installed DeepSpeed. A second call has no effect.
 
     Returns:
         The directory of the drop-in.
@@ -57,7 +57,8 @@ def install_as_deepspeed() -> Path:
 def uninstall_as_deepspeed() -> None:
     """Undo `install_as_deepspeed`.
 
-    Libraries that were imported in the meantime keep their cached result.
+    Libraries that were imported between the two calls have cached that DeepSpeed is available, and
+    do not check it again.
     """
     sys.path[:] = [entry for entry in sys.path if entry != str(DIRECTORY)]
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -92,8 +93,8 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
             extended.
 
     Returns:
-        The values of `PYTHONPATH`, `PATH` and `DEEPSEEK_ZERO_PYTHON`. They are to be added to
-        the child's environment; other variables of `environment` are not included.
+        The values of `PYTHONPATH`, `PATH` and `DEEPSEEK_ZERO_PYTHON`, which the caller adds to the
+        child's environment. The result does not include the other variables of `environment`.
     """
     return {
         "PYTHONPATH": _with_first(environment.get("PYTHONPATH", "")),

@@ -426,14 +426,14 @@ class DeepSpeedEngine(ZeroEngine):
         client_mpu: The `mpu` that was passed to `initialize`.
 
     Args:
-        config: The configuration.
-        mesh: The device mesh.
-        parts: Parts of the engine.
-        lr_scheduler: Learning-rate scheduler.
-        training_dataloader: Loader of the training data.
-        request: Arguments of `initialize`.
-        is_dropin: Whether the program has imported `deepspeed`. The engine then raises the errors
-            that DeepSpeed's engine raises.
+        config: The configuration of the run, in which every "auto" has been replaced by a value.
+        mesh: The mesh of ranks over which the model is sharded.
+        parts: The objects that the engine uses, such as the wrapped model and the optimizer.
+        lr_scheduler: The learning-rate schedule that `step` advances, or None.
+        training_dataloader: The loader of the training data, or None.
+        request: The arguments of `initialize`, from which the `client_` attributes are set.
+        is_dropin: Whether the program has imported `deepspeed`. If true, the engine raises the
+            errors that DeepSpeed's engine raises.
     """
 
     pipeline_parallelism = False  # True for pipeline engines
@@ -520,14 +520,14 @@ class DeepSpeedEngine(ZeroEngine):
 
         The loader shuffles the samples for the route "train", and keeps their order for "eval" and
         "predict". As in DeepSpeed, samples are distributed to ranks round-robin, and every rank
-        gets the same number. The end of an epoch therefore depends on the number of ranks, unlike
-        that of the loader for `training_data`. If the configuration has a curriculum, it selects
-        the samples of the route "train".
+        gets the same number of samples. The number of samples in an epoch therefore depends on the
+        number of ranks. This is not the case for the loader that `initialize` returns. A configured
+        curriculum selects the samples of the route "train".
 
         Args:
             dataset: Dataset from which the loader reads this rank's samples.
             batch_size: Samples of a micro-batch of one rank; None for the configured size.
-            route: "train", "eval" or "predict".
+            route: "train", "eval" or "predict"; determines whether the samples are shuffled.
             pin_memory: Ignored; memory is pinned if the device is a GPU.
             data_sampler: Sampler to use instead of a DistributedSampler.
             collate_fn: Function that makes a batch of samples.
@@ -567,10 +567,11 @@ class DeepSpeedEngine(ZeroEngine):
     ) -> None:
         """Set a function that is applied to every batch of the curriculum.
 
-        As in DeepSpeed, the call has no effect without a curriculum.
+        As in DeepSpeed, the call has no effect if no curriculum is configured.
 
         Args:
-            post_process_func: Function of a batch and the sampler's state that returns a batch.
+            post_process_func: Function that is called with a batch and the state dict of the
+                curriculum's sampler, and that returns the batch to train on.
         """
         if self.curriculum_learning_enabled() and self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
@@ -578,12 +579,13 @@ class DeepSpeedEngine(ZeroEngine):
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: Mapping[str, Callable[[int], Any]]
     ) -> None:
-        """Set the functions of metrics with a custom schedule.
+        """Set the difficulty functions of curriculum metrics that have a custom schedule.
 
-        As in DeepSpeed, the call has no effect without a curriculum.
+        As in DeepSpeed, the call has no effect if no curriculum is configured.
 
         Args:
-            schedule_func_dict: For each metric, a function that maps a step to a difficulty.
+            schedule_func_dict: For the name of each metric, a function that maps the number of a
+                step to a difficulty.
         """
         if self.curriculum_learning_enabled() and self.training_dataloader is not None:
             self.training_dataloader.data_sampler.set_custom_curriculum_learning_schedule(
@@ -597,11 +599,11 @@ class DeepSpeedEngine(ZeroEngine):
         """Context manager for several backward passes of one step.
 
         Call `step` after the block. DeepSpeed reduces the gradients once, after the last backward
-        pass. This library reduces sharded gradients in each backward pass. The values are the same.
+        pass. This library reduces sharded gradients in each backward pass, with the same result.
 
         Raises:
             NotBuiltError: The stage is 0, or the engine has pipeline parallelism.
-            UsageError: managed_gradient_accumulation is false.
+            UsageError: The configuration key `managed_gradient_accumulation` is false.
         """
         if self.runtime.settings.stage == 0 or self.pipeline_parallelism:
             what = "pipeline parallelism" if self.pipeline_parallelism else "stage 0"
@@ -664,18 +666,18 @@ class DeepSpeedEngine(ZeroEngine):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Compute gradients of the loss, as `Engine.backward` does.
+        """Compute the gradients of the loss, as `Engine.backward` does.
 
         Args:
-            loss: Scalar loss.
-            retain_graph: Whether to keep the autograd graph.
+            loss: Scalar loss of this rank's micro-batch.
+            retain_graph: Whether to keep the autograd graph for another backward.
             scale_wrt_gas: Whether to divide the loss by the number of accumulation steps.
 
         Returns:
-            The loss that was passed, after the division by accumulation steps if it was requested.
+            The loss, divided by the number of accumulation steps if `scale_wrt_gas` is true.
 
         Raises:
-            UsageError: The engine of a program that has imported `deepspeed` has no optimizer.
+            UsageError: The engine has no optimizer, in a program that has imported `deepspeed`.
 
         Note:
             Collective: every rank must call it.
@@ -702,7 +704,7 @@ class DeepSpeedEngine(ZeroEngine):
         return [leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves]
 
     def destroy(self) -> None:
-        """Remove the hooks of leaf modules and destroy the engine."""
+        """Destroy the engine as `ZeroEngine.destroy` does, and remove the hooks of leaf modules."""
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks = []

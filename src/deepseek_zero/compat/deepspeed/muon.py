@@ -30,9 +30,10 @@ MuonWithAuxAdam = SingleDeviceMuon = SingleDeviceMuonWithAuxAdam = Muon
 
 
 def mark_parameters(model: nn.Module) -> None:
-    """Set `use_muon` on each parameter, as DeepSpeed does.
+    """Set the attribute `use_muon` of each parameter, as DeepSpeed does.
 
-    It is true for matrices other than embeddings and `lm_head`. `Muon.divide_groups` reads it.
+    The attribute is true for parameters with two or more dimensions, unless their name contains
+    "embed" or "lm_head". `Muon.divide_groups` reads the attribute.
     """
     for name, param in model.named_parameters():
         is_outer = any(word in name.lower() for word in ("embed", "lm_head"))
@@ -40,7 +41,9 @@ def mark_parameters(model: nn.Module) -> None:
 
 
 def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
-    """Return a matrix, or a batch of matrices, with singular values near 1.
+    """Orthogonalize matrices by Newton-Schulz iterations.
+
+    The result has the singular vectors of `G` and singular values near 1.
 
     Args:
         G: Shape ``(..., rows, columns)``.
@@ -53,7 +56,10 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
 
 
 def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
-    """Return `zeropower_via_newtonschulz5`, computed from `G @ G.T` if that is cheaper.
+    """Orthogonalize matrices by Newton-Schulz iterations on their Gram matrices.
+
+    The result has the singular vectors of `G` and singular values near 1. If an iteration on
+    ``G @ G.T`` is not cheaper, the function computes `zeropower_via_newtonschulz5` instead.
 
     Args:
         G: Shape ``(..., rows, columns)``.
@@ -75,10 +81,10 @@ def muon_update(
     is_expert_group: bool = False,
     num_heads: int | None = None,
 ) -> Tensor:
-    """Return the update direction of a step in the gradient's dtype.
+    """Return Muon's update direction for one step, in the dtype of the gradient.
 
-    `grad` and `momentum` are changed in place. If the gradient is not finite, it is returned and
-    `momentum` is not changed.
+    `grad` and `momentum` are changed in place. If the gradient is not finite, the function returns
+    the gradient itself and does not change `momentum`.
 
     Args:
         grad: Gradient of a matrix, or of a batch of matrices.
@@ -88,13 +94,15 @@ def muon_update(
         nesterov: Whether to use Nesterov momentum.
         ns_method: "standard" or "gram".
         is_expert_group: Ignored; a tensor with three dimensions is always a batch of matrices.
-        num_heads: Number of heads in the rows, which are orthogonalized separately.
+        num_heads: Number of attention heads into which the rows are divided. The rows of each head
+            are orthogonalized separately. None orthogonalizes the whole matrix.
 
     Returns:
-        The direction, whose negative is multiplied by the learning rate and added to the weight.
+        The direction. The update subtracts it from the weight, multiplied by the learning rate.
 
     Raises:
-        ConfigError: The rows are not a multiple of `num_heads`.
+        ConfigError: `num_heads` is given, and the gradient is not a matrix or its number of rows is
+            not a multiple of `num_heads`.
     """
     if not bool(torch.isfinite(grad).all()):
         return grad
@@ -116,15 +124,17 @@ def muon_update(
 def adam_update(
     grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tuple[float, float], eps: float
 ) -> Tensor:
-    """Return Adam's update direction. Both moments are changed in place.
+    """Return Adam's update direction for one step.
+
+    The moments `buf1` and `buf2` are changed in place.
 
     Args:
         grad: Gradient of the parameter.
-        buf1: First moment, an exponential mean of gradients.
-        buf2: Second moment, an exponential mean of squared gradients.
-        step: Number of the step, from 1.
-        betas: Decay of the moments.
-        eps: Added to the denominator.
+        buf1: First moment, an exponential moving average of gradients.
+        buf2: Second moment, an exponential moving average of squared gradients.
+        step: Number of the step, counted from 1.
+        betas: Decay rates of the first and the second moment.
+        eps: Small number that is added to the denominator.
 
     Returns:
         The direction, with the shape of `grad`. It is not multiplied by the learning rate.

@@ -29,7 +29,8 @@ __all__ = [
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     """Divide items into consecutive parts with equal numbers of items.
 
-    If there are more parts than items, the last parts are empty.
+    If the division has a remainder, the first parts have one more item. If there are more parts
+    than items, the last parts are empty.
 
     Args:
         num_items: Number of items.
@@ -44,7 +45,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return boundaries that minimize the weight of the heaviest part.
+    """Divide items into consecutive parts so that the heaviest part is as light as possible.
 
     Args:
         weights: Weight of each item.
@@ -75,9 +76,8 @@ class PipelineModule(LayerStages):
             runs.
         seed_fn: Function that sets the seed; None uses `torch.manual_seed`.
         base_seed: Number from which the seed of each layer is computed.
-        partition_method: How layers are divided into stages: equal numbers of trained elements
-            ("parameters"), of layers ("uniform"), or of layers whose class name matches
-            ("type:REGEX").
+        partition_method: What the stages have in equal numbers: "parameters" for trained elements,
+            "uniform" for layers, or "type:REGEX" for layers whose class name matches REGEX.
         activation_checkpoint_interval: Number of layers to recompute together; 0 for none.
         activation_checkpoint_func: Function that recomputes layers in backward.
         checkpointable_layers: Names of the classes of layers to recompute; None for layers with
@@ -154,14 +154,17 @@ class PipelineModule(LayerStages):
     def set_checkpoint_interval(self, interval: int) -> None:
         """Set the number of layers to recompute together in backward; 0 for none.
 
-        It takes effect in the next forward pass.
+        The new number is used from the next forward pass on.
         """
         self.activation_checkpoint_interval = whole_number(
             "set_checkpoint_interval", "interval", interval, 0
         )
 
     def take_configured(self, pipeline: Mapping[str, Any]) -> None:
-        """Apply the recomputation settings in the section `pipeline` of a configuration."""
+        """Apply the recomputation settings in the section `pipeline` of a configuration.
+
+        These are the keys `activation_checkpoint_interval` and `use_reentrant`.
+        """
         if (
             isinstance(interval := pipeline.get("activation_checkpoint_interval"), int)
             and interval > 0
@@ -172,7 +175,10 @@ class PipelineModule(LayerStages):
 
     @property
     def is_checkpointable_results(self) -> list[bool]:
-        """Return, for each interval of layers, whether backward recomputes its activations."""
+        """Return whether backward recomputes activations, for each interval of layers.
+
+        An interval consists of `activation_checkpoint_interval` consecutive layers of this stage.
+        """
         count = len(self.forward_funcs)
         interval = self.activation_checkpoint_interval
         starts = range(0, count, interval) if interval else ()
@@ -187,7 +193,10 @@ class PipelineModule(LayerStages):
     # -- ranks
 
     def mesh_statement(self) -> MeshStatement:
-        """Return the mesh axes of the topology and the coordinates of each rank."""
+        """Return the mesh axes of the topology and the coordinates of each rank.
+
+        `initialize` raises an error if another argument requires a different mesh.
+        """
         topology = self.topology()
         words = {"pp": "pipe", "tp": "model"}
         axes = {axis: size for axis, word in words.items() if (size := topology.get_dim(word))}
@@ -197,14 +206,14 @@ class PipelineModule(LayerStages):
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh whose axes are those of the topology."""
+        """Return a mesh of ranks with the sizes of the topology's axes."""
         grid = self._grid
         return Mesh(
             pp=self.num_stages, dp_shard=grid.data_parallel_size, tp=grid.slice_parallel_size
         )
 
     def topology(self) -> ProcessTopology:
-        """Return the topology, which maps pipeline and data-parallel coordinates to ranks."""
+        """Return the topology, which maps coordinates along its axes to ranks."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
@@ -212,5 +221,5 @@ class PipelineModule(LayerStages):
         return self._grid
 
     def num_pipeline_stages(self) -> int:
-        """Return the number of stages."""
+        """Return the number of pipeline stages."""
         return self.num_stages

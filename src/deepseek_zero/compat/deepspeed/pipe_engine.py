@@ -21,10 +21,11 @@ class PipelineError(DeepSeekZeroError):
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """Train a `PipelineModule`, whose list of layers is divided into pipeline stages.
+    """The engine of a `PipelineModule`, whose list of layers is divided into pipeline stages.
 
-    A program trains and evaluates with `train_batch` and `eval_batch`, which run whole batches over
-    all stages. `forward`, `backward` and `step` raise `PipelineError`.
+    `initialize` creates the engine. A program trains and evaluates with `train_batch` and
+    `eval_batch`, which run whole batches over all stages. `forward`, `backward` and `step` raise
+    `PipelineError`.
     """
 
     pipeline_parallelism = True
@@ -34,7 +35,10 @@ class PipelineEngine(DeepSpeedEngine):
     _data: Iterator[Any] | None = None
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `PipelineError`, as in DeepSpeed: call `train_batch` or `eval_batch` instead."""
+        """Raise `PipelineError`, because the engine runs only whole batches, as in DeepSpeed.
+
+        Call `train_batch` or `eval_batch` instead.
+        """
         raise PipelineError(
             "Only train_batch() is accessible in pipeline mode.",
             "The micro-batches of a step run through the stages in a pipeline.",
@@ -78,10 +82,12 @@ class PipelineEngine(DeepSpeedEngine):
             compute_loss: Whether to compute the loss from the outputs of the last stage.
             reduce_output: Ignored; every rank gets the mean.
             bcast_loss: Ignored; every rank gets the loss.
-            num_micro_batches: Number of micro-batches; None for that of training.
+            num_micro_batches: Number of micro-batches; None for the number of a training step.
 
         Returns:
-            The loss, or with `return_logits` the loss and the outputs.
+            The mean loss, or None if `compute_loss` is false. If `return_logits` is true, a pair of
+            this value and the list of outputs, one for each micro-batch. The list is None on ranks
+            that do not have the last stage.
 
         Note:
             Collective: every rank must call it.
@@ -102,11 +108,14 @@ class PipelineEngine(DeepSpeedEngine):
         )
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Set the iterator that `train_batch` reads if it is called without one."""
+        """Set the iterator that `train_batch` reads if it is called without an iterator."""
         self._data = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Set the loader that `train_batch` reads repeatedly if it is called without iterator."""
+        """Set the loader that `train_batch` reads if it is called without an iterator.
+
+        When the loader ends, `train_batch` starts to read it from the beginning.
+        """
 
         def again() -> Iterator[Any]:
             while True:
@@ -115,7 +124,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._data = again()
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Set a function that converts each batch to (inputs, labels)."""
+        """Set a function that converts each batch of the data to a pair (inputs, labels)."""
         self._batch_fn = fn
 
     def _reentrant_activation_checkpointing(self) -> bool:
@@ -131,12 +140,12 @@ class PipelineEngine(DeepSpeedEngine):
         return layers.activation_checkpoint_interval > 0 and is_named
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Do nothing: messages between stages may have tensors of any dtype."""
+        """Do nothing, because stages can send each other tensors of any dtype, including masks."""
 
     def reset_activation_shape(self) -> None:
-        """Discard the known shapes of messages between stages.
+        """Discard the known shapes of the activations that are sent between stages.
 
-        Call it on all ranks if the next batch has other shapes.
+        Call this method on all ranks before a batch whose activations have other shapes.
         """
         if self.parts.pipeline is not None:
             self.parts.pipeline.reset_shapes()
@@ -149,13 +158,13 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def grid(self) -> PipelineParallelGrid:
-        """Return this rank's coordinates among the stages and data-parallel ranks."""
+        """Return the grid of ranks, which has this rank's coordinates and process groups."""
         grid: PipelineParallelGrid = self._layers.mpu()
         return grid
 
     @property
     def stage_id(self) -> int:
-        """Return the index of this rank's stage."""
+        """Return the index of the pipeline stage that this rank computes."""
         return int(self._layers.stage_id)
 
     @property
@@ -169,11 +178,11 @@ class PipelineEngine(DeepSpeedEngine):
         return int(self._batch.accumulation)
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank has the first stage."""
+        """Return whether this rank computes the first pipeline stage."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank has the last stage."""
+        """Return whether this rank computes the last pipeline stage."""
         return self.stage_id == self.num_stages - 1
 
     @property
@@ -187,5 +196,5 @@ class PipelineEngine(DeepSpeedEngine):
         return bool(self.grid.slice_parallel_size > 1)
 
     def is_pipe_parallel(self) -> bool:
-        """Return True: the engine always has a pipeline, even of one stage."""
+        """Return True, because the engine always has a pipeline of one or more stages."""
         return True

@@ -103,15 +103,15 @@ def _tensor_rank() -> int:
 
 
 def get_cuda_rng_tracker() -> RandomStreams:
-    """Return the named random streams of this process."""
+    """Return the random streams of this process, which a program selects by name."""
     return _STREAMS
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default random stream, and the stream for layers that are split over ranks.
+    """Seed the default random stream and the stream of tensor-parallel layers.
 
-    The default stream is the same on every rank. The other seed depends on the tensor-parallel
-    rank.
+    The seed of the default stream is `seed`. The seed of the stream of tensor-parallel layers
+    depends on `seed` and on this rank's tensor-parallel index. All other streams are deleted.
     """
     _STREAMS.reset()
     _seed(seed)
@@ -119,7 +119,14 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the random stream for layers that are split over ranks again."""
+    """Set a new seed for the random stream of tensor-parallel layers.
+
+    The new seed depends on `seed` and on this rank's tensor-parallel index, as in
+    `model_parallel_cuda_manual_seed`. The default stream is not changed.
+
+    Raises:
+        UsageError: `model_parallel_cuda_manual_seed` has not been called before.
+    """
     with _STREAMS.fork():
         _seed(seed + OFFSET + _tensor_rank())
 

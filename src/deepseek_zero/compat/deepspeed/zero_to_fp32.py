@@ -47,11 +47,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
         tag: Name of the checkpoint in the directory; None for the latest.
         exclude_frozen_parameters: Whether to leave out parameters that were not trained.
-        lazy_mode: Whether to return values with `.shape`, `.dtype` and `.contiguous()`, which reads
-            the tensor.
+        lazy_mode: Whether to return objects that have `.shape` and `.dtype` instead of tensors.
+            Their method `.contiguous()` reads the tensor from the checkpoint.
 
     Returns:
-        Full fp32 tensors by name, or objects that read them if `lazy_mode` is true.
+        The full fp32 tensors by name, or these objects by name if `lazy_mode` is true.
     """
     lazy = _lazy_state(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
     if lazy_mode:
@@ -65,10 +65,10 @@ def load_state_dict_from_zero_checkpoint(
 ) -> M:
     """Move a model to the CPU and load a checkpoint's weights into it.
 
-    Names that the model or the checkpoint does not have are ignored.
+    A name that only the model or only the checkpoint has is ignored.
 
     Args:
-        model: A model without an engine.
+        model: A model that has not been wrapped by an engine.
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
         tag: Name of the checkpoint in the directory; None for the latest.
 
@@ -97,7 +97,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         output_dir: Folder to write.
         max_shard_size: Largest size of a file, in bytes or as a text such as "5GB"; None for one
             file.
-        safe_serialization: Whether to write safetensors.
+        safe_serialization: Whether to write safetensors files instead of torch files.
         tag: Name of the checkpoint in the directory; None for the latest.
         exclude_frozen_parameters: Whether to leave out parameters that were not trained.
     """
@@ -121,7 +121,7 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint in a dtype.
+    """Write the weights of a checkpoint in a given dtype, as safetensors or torch files.
 
     Args:
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
@@ -129,7 +129,7 @@ def convert_zero_checkpoint_to_state_dict(
         dtype: Dtype of the weights.
         max_shard_size: Largest size of a file, in bytes or as a text such as "5GB"; None for one
             file.
-        safe_serialization: Whether to write safetensors.
+        safe_serialization: Whether to write safetensors files instead of torch files.
         tag: Name of the checkpoint in the directory; None for the latest.
         exclude_frozen_parameters: Whether to leave out parameters that were not trained.
     """
@@ -148,19 +148,20 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def get_model_state_file(checkpoint_dir: AnyPath, zero_stage: int) -> str:
-    """Return the path of rank 0's model file.
+    """Return the path of the file with rank 0's model states in a checkpoint.
 
-    For a checkpoint in the layout of this library, it is a temporary file without tensors.
+    If the checkpoint has the layout of this library, the function writes a temporary file without
+    tensors and returns its path.
 
     Args:
         checkpoint_dir: Folder of the checkpoint.
-        zero_stage: ZeRO stage of the run that saved it.
+        zero_stage: ZeRO stage of the run that saved the checkpoint.
 
     Returns:
         The path of the file.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The checkpoint has no file with rank 0's model states.
     """
     name = (MODEL if zero_stage <= 2 else MODEL_OF_RANK).format(0)
     path = _in_deepspeeds_layout(Path(checkpoint_dir)) / name
@@ -170,12 +171,13 @@ def get_model_state_file(checkpoint_dir: AnyPath, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: AnyPath) -> list[str]:
-    """Return the paths of all ranks' optimizer files in the order of ranks.
+    """Return the paths of the files with optimizer states in a checkpoint, in the order of ranks.
 
-    For a checkpoint in the layout of this library, the list has one temporary file.
+    If the checkpoint has the layout of this library, the function writes one temporary file without
+    tensors and returns its path.
 
     Raises:
-        FileNotFoundError: There are no such files.
+        FileNotFoundError: The checkpoint has no files with optimizer states.
     """
     found = [
         str(path) for path in _in_deepspeeds_layout(Path(checkpoint_dir)).glob("*_optim_states.pt")

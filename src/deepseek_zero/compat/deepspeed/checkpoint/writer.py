@@ -206,18 +206,19 @@ def convert_to_deepspeed(
 ) -> None:
     """Convert a checkpoint to DeepSpeed's layout.
 
-    It holds one rank's shards of main weights and moments in memory. At stages 0 to 2 it also holds
-    all weights. If it raises, nothing is written.
+    The conversion holds one rank's shards of main weights and moments in memory. If `stage` is at
+    most 2, it also holds all weights. Nothing is written if an error is raised.
 
     Args:
         path: The checkpoint, or the directory of checkpoints.
         out: Folder to write.
         tag: Name of the checkpoint in `path`; None for the latest.
-        stage: ZeRO stage with which DeepSpeed will run; None for that of the checkpoint.
-        ranks: Number of ranks with which DeepSpeed will run; None for that of the checkpoint.
+        stage: ZeRO stage with which DeepSpeed will run; None for the stage of the checkpoint.
+        ranks: Number of ranks with which DeepSpeed will run; None for the number of ranks that
+            saved the checkpoint.
 
     Raises:
-        CheckpointError: The source is damaged or has no optimizer states.
+        CheckpointError: The checkpoint is damaged or has no optimizer states.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)
