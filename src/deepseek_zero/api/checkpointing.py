@@ -78,7 +78,8 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 
     Args:
         mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
-            this rank's tensor-parallel index from it. Inputs are sharded over the engine's mesh.
+            this rank's tensor-parallel index from it. `partition_activations` uses the engine's
+            mesh instead.
         deepspeed_config: A dict, a path, JSON text or an engine's configuration. Only its section
             `activation_checkpointing` is used. With None, the current settings are changed.
         **words: DeepSpeed's keyword arguments: `partition_activations`,

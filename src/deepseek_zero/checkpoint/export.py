@@ -315,8 +315,8 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     """Write the full weights to one file on rank 0.
 
     The suffix .safetensors selects a safetensors file, which is written tensor by tensor. The other
-    suffixes select a file for `torch.load`. To write it, rank 0 holds the whole model in host
-    memory, in the requested dtype.
+    suffixes select a file for `torch.load`. To write such a file, rank 0 holds the whole model in
+    host memory, in the requested dtype.
 
     Args:
         runtime: Runtime that holds this rank's shards.

@@ -67,7 +67,8 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
 
     Weights, main weights, moments, buffers and random generators are restored. Any number of ranks
     on any mesh may have saved the checkpoint. All ranks check shapes, names and the optimizer
-    before any rank changes its states. If `settings.verify` is true, they also check checksums.
+    before any rank changes its states. If `settings.verify` is true, the ranks also verify the
+    checksums of the files.
 
     Args:
         directory: Directory of checkpoints.

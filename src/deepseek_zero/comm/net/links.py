@@ -367,8 +367,8 @@ class Links:
         """Replace the connection of a link by a new one, over which its messages continue.
 
         Args:
-            link: Link to one other rank.
-            connection: New connection to this rank, after a valid handshake.
+            link: Link to another rank.
+            connection: New connection to the other rank, after a valid handshake.
         """
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
