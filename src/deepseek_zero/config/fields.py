@@ -173,18 +173,19 @@ class FieldRow:
     """The description of one configuration key, for the generated reference.
 
     Attributes:
-        path: The dotted key.
-        kind: The annotation of its type.
+        path: The dotted path of the key in the configuration.
+        kind: The type annotation of the key.
         default: The default value.
-        sentence: The meaning of the key.
-        status: Whether the key is effective or accepted.
-        reason: Why an accepted key has no effect.
+        sentence: One sentence that states the meaning of the key.
+        status: Whether the key changes the run, or is accepted without effect.
+        reason: The reason why a key without effect has none.
         unit: The unit of the value.
-        example: A valid value other than the default. It is not needed for a bool.
+        example: A valid value other than the default. A key of type bool needs no example.
         auto: How the value is chosen if the key is missing, null or "auto".
-        means_auto: Numbers that mean "auto".
-        auto_is_value: Whether "auto" is a value of the key.
-        inf: The value that replaces an infinite number; `NO_INF` rejects infinity.
+        means_auto: The numbers that mean "auto".
+        auto_is_value: Whether "auto" is itself a valid value of the key.
+        inf: The value that replaces an infinite number. `NO_INF` means that an infinite number is
+            an error.
     """
 
     path: str

@@ -80,20 +80,24 @@ def load(
 
 
 def choose_source(config: Source, config_params: Source, args: object) -> tuple[Source, str | None]:
-    """Return the configuration among the arguments of `initialize`.
+    """Choose which argument of `initialize` contains the configuration, and return its value.
 
-    The rules are DeepSpeed's.
+    As in DeepSpeed, `config` takes precedence over `config_params`, and a configuration in `args`
+    excludes both of them.
 
     Args:
         config: Value of the argument `config` of `initialize`.
         config_params: Value of the argument `config_params` of `initialize`.
-        args: Value of the argument `args`, whose `deepspeed_config` is read.
+        args: Value of the argument `args`, usually parsed command-line flags. Its attributes
+            `deepspeed_config` and `deepscale_config` (deprecated) are read.
 
     Returns:
-        The configuration, and its name in error messages or None.
+        A tuple of the configuration and the name of its source for error messages. The name is
+        "args" if the configuration is a mapping in `args`, otherwise None.
 
     Raises:
-        ConfigError: There are several configurations or none.
+        ConfigError: No argument contains a configuration, `args` contains two, or `args` and
+            another argument contain one.
     """
     flag = getattr(args, "deepspeed_config", None)
     old_flag = getattr(args, "deepscale_config", None)

@@ -17,13 +17,13 @@ Values = dict[str, Any]  # the values of keys; a section is a nested mapping
 
 @dataclass(frozen=True)
 class AutoDecision:
-    """The value that was chosen for a key that the user did not set.
+    """A value that the library chose for a key that the user did not set, or set to "auto".
 
     Attributes:
         key: Dotted path of the key.
         value: The chosen value.
-        why: The reason.
-        asked: Whether the user set the key to "auto".
+        why: The reason for the choice, as text.
+        asked: True if the user set the key to "auto"; False if the key was missing.
     """
 
     key: str

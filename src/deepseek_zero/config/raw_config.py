@@ -17,16 +17,16 @@ if TYPE_CHECKING:  # importing pydantic takes longer than importing this package
 
 @dataclass(frozen=True)
 class RawConfig:
-    """A validated configuration whose "auto" keys are unresolved.
+    """A validated configuration, before values are chosen for its "auto" keys.
 
     Attributes:
-        config: The typed keys. Keys that are not set, or are "auto", have their defaults and are
-            not in `model_fields_set`.
-        autos: The dotted keys that are "auto".
-        source: A file name, "dict", "args" or "base64".
-        notes: The warnings, which are logged already.
-        not_built: Values of set keys that are not implemented and without which the run continues,
-            by dotted key.
+        config: The keys with their types converted. Keys that are not set, or are "auto", have
+            their default values and are not in `config.model_fields_set`.
+        autos: The dotted paths of the keys that are "auto".
+        source: The origin of the configuration: a file name, "dict", "args" or "base64".
+        notes: The warnings about the configuration, which have already been logged.
+        not_built: The keys that the user set but the library does not implement, with their values.
+            The run ignores these keys.
     """
 
     config: Config
@@ -36,26 +36,27 @@ class RawConfig:
     not_built: Mapping[str, Any] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value that the user set for a dotted key, or a section as a dict.
+        """Return the value that the user set for a dotted key.
 
         Args:
-            key: Dotted path of the key.
-            default: Returned if the key is missing or "auto".
+            key: Dotted path of a key or of a section.
+            default: The value to return if the key is missing or "auto".
 
         Returns:
-            The value that the user set, or `default`.
+            The value that the user set, or `default`. For a section, the keys that the user set in
+            it, as nested dicts.
         """
         return self.config.stated(key, default)
 
     @property
     def values(self) -> Values:
-        """Return the keys that the user set, as nested dicts."""
+        """Return the keys that the user set and their values, as nested dicts."""
         return self.config.stated_values()
 
     def changed(self, values: Mapping[str, Any]) -> RawConfig:
-        """Return a copy with new values for some keys.
+        """Return a copy of the configuration with new values for some keys.
 
         Args:
-            values: The new values by key. A section is a nested mapping.
+            values: The new values by key. The values for a section are a nested mapping.
         """
         return replace(self, config=self.config.changed(values))

@@ -1552,10 +1552,14 @@ class Config(Section):
 
     @property
     def decisions(self) -> tuple[AutoDecision, ...]:
-        """Return the values that the library chose for unset keys, with their reasons."""
+        """Return the value that the library chose for each unset key, with the reason."""
         return self._decisions
 
     def with_decisions(self, decisions: tuple[AutoDecision, ...]) -> Config:
-        """Store how the values of unset keys were chosen, and return this configuration."""
+        """Store the values chosen for unset keys in this configuration, and return it.
+
+        Args:
+            decisions: The chosen values with their reasons, which `decisions` returns afterwards.
+        """
         self._decisions = decisions
         return self

@@ -12,9 +12,10 @@ from .explain_updates import explain_updates
 
 
 def describe(parts: Parts) -> list[str]:
-    """Return lines that describe each part of an engine, its units and its schedule.
+    """Return lines of text that describe the settings, units and schedules of an engine.
 
-    `dump_state` logs these lines. Tests compare them to find configuration keys without effect.
+    The configuration key `dump_state` logs these lines. Tests compare the lines of different
+    configurations to find keys without effect.
     """
     runtime = parts.runtime
     units = [f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in runtime.units]
@@ -34,15 +35,15 @@ def describe(parts: Parts) -> list[str]:
 
 
 def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[str]:
-    """Return lines that report the time of each part of this rank's steps, for `engine.explain`.
+    """Return lines of text about the time of this rank's steps, for `engine.explain`.
 
-    They cover the steps since the second one, because the first one includes warm-up. The lines
-    name the time spent on computation, on waiting for each kind of transfer, the bytes moved over
-    each link, and the implementation of the optimizer update.
+    The lines report the time spent on computation and on waiting for each kind of transfer. They
+    also report the bytes moved between the device and other memories, and the implementation of
+    the optimizer update. The first step is not included, because it contains the warm-up.
 
     Args:
         runtime: The runtime of the wrapped model, whose meter has measured the steps.
-        optimizer: The optimizer whose updates are described; None to leave them out.
+        optimizer: The optimizer whose updates are described. If None, no line describes updates.
 
     Returns:
         One string per line, without line ends.
@@ -66,17 +67,18 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
 
 
 def lines_about_network(runtime: Runtime, plan: Plan) -> list[str]:
-    """Return a line for each network link that steps use, the links between hosts first.
+    """Return one line of text for each kind of network link that the steps use.
 
-    Each line states the bytes that this rank sends per step, without and with quantization, and the
-    rate over a whole step.
+    The kinds are the links between hosts and those inside a host, in this order. Each line states
+    the bytes that this rank sends per step, with and without quantization, and the mean number of
+    bytes per second over a whole step.
 
     Args:
         runtime: The runtime of the wrapped model, whose meter has counted the transfers.
         plan: The current plan, which contains the expected bytes of each collective.
 
     Returns:
-        One string per line; none before two steps were taken.
+        One string per line. The list is empty until two steps have been taken.
     """
     comm = runtime.comm
     links = report.network_links(plan, comm.meter, line_of(comm), runtime.comm_ctx)

@@ -134,10 +134,14 @@ class Integrity:
         self._reported: set[str] = set()
 
     def after_step(self, step: int) -> None:
-        """Compute checksums of the states that stay unchanged until the next step.
+        """Compute checksums of the states that no operation writes before the next step.
 
-        This is only done if the next step checks them. Pending updates run first. If a disk fails
-        on a rank, the error is sent to the other ranks.
+        The checksums are computed only if the next step compares the states of all ranks. Pending
+        optimizer updates run first. If one of them fails on this rank, for example because of a
+        disk, the error is sent to the other ranks.
+
+        Args:
+            step: The number of the step that has just ended.
         """
         if (step + 1) % self.settings.every:
             return
@@ -152,12 +156,15 @@ class Integrity:
             unit.watch = partial(_note_gathered, self._gathered)
 
     def add_to(self, message: StepMessage, step: int) -> None:
-        """Add digests of shared states to the message of a step that checks.
+        """Add digests of this rank's states to its step message, so that ranks can compare them.
 
-        Another field contains the number of states that have changed although nothing wrote them.
+        Nothing is added unless `step` is a multiple of `integrity.every`. One digest covers the
+        states that all ranks with the same piece of the model hold. Another digest covers the
+        states that only replicas share. A third field contains the number of memory blocks that
+        have changed since `after_step`, although no operation wrote them.
 
         Args:
-            message: The fields that this rank sends with the norm of the gradients.
+            message: The step message, which this rank sends together with its gradient norm.
             step: The number of the step.
         """
         if step % self.settings.every:
@@ -186,13 +193,14 @@ class Integrity:
 
         Args:
             step: The number of the step.
-            fields: The fields that all ranks sent with the norm of the gradients.
+            fields: The fields of the step messages of all ranks, by name.
 
         Raises:
-            IntegrityError: States differ and the configuration ends the run; raised on every rank.
+            IntegrityError: States differ, and `integrity.mode` is "end". Every rank raises the
+                error.
 
         Note:
-            Collective if digests differ.
+            Collective if digests differ: every rank must call it.
         """
         if CHANGED not in fields:
             return

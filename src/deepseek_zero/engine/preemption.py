@@ -38,7 +38,8 @@ class Preemption:
     """Saves a checkpoint and ends the run after a rank has received a signal.
 
     Args:
-        settings: The settings `checkpoint.save_on_signal`: the signals, and where to save.
+        settings: The section `checkpoint.save_on_signal` of the configuration. It contains the
+            names of the signals and the path of the checkpoint.
     """
 
     def __init__(self, settings: SaveOnSignal) -> None:
@@ -49,11 +50,22 @@ class Preemption:
         self._before: dict[int, Any] = {}
 
     def add_to(self, message: StepMessage) -> None:
-        """Add the signal that this rank has received, or 0, to the step message."""
+        """Add the number of the signal that this rank has received to its step message.
+
+        Args:
+            message: The step message. The number is 0 if this rank has received no signal.
+        """
         message.add(FIELD, [self._signal_number])
 
     def watch(self) -> None:
-        """Install the signal handlers. Each also calls the handler that it replaces."""
+        """Install a handler for each signal in the settings.
+
+        Each new handler also calls the handler that it replaces.
+
+        Raises:
+            UsageError: A signal has a handler that was not set from Python, or the method was not
+                called in the main thread.
+        """
         numbers = [signal.Signals[name] for name in self.settings.signals]
         self._before = {int(number): signal.getsignal(number) for number in numbers}
         foreign = [
@@ -80,10 +92,10 @@ class Preemption:
         report_saving_signals(self.settings.signals)
 
     def release(self) -> None:
-        """Restore the previous signal handlers.
+        """Restore the signal handlers that `watch` replaced.
 
-        If another handler was installed later, it may call the handler of this object. In this
-        case, nothing is restored.
+        If a program has installed another handler for a signal since then, the handler of that
+        signal is not restored, because the newer handler may call the handler of this object.
         """
         self._process = 0
         with suppress(ValueError):  # raised outside the main thread; finalizers run in any thread
@@ -92,6 +104,8 @@ class Preemption:
 
     def act(self, engine: Trainer) -> None:
         """Save a checkpoint and raise `SystemExit` after a step in which a rank received a signal.
+
+        If no rank has received a signal, nothing is done.
 
         Args:
             engine: The engine whose state is saved.

@@ -229,25 +229,26 @@ def plan(
     Args:
         model: The model; only shapes and dtypes are read, so it may be on the meta device.
             Parameters that share memory are tied, as in a run.
-        config: As in `initialize`.
+        config: The configuration, as for `initialize`.
         ranks: The number of ranks of the world.
         rank: The rank whose plan is returned, from 0 to ``ranks - 1``.
         hosts: The number of hosts. CPU ranks of one host read each other's memory.
-        mesh: As in `initialize`.
+        mesh: The device mesh, as for `initialize`.
         device: The device on which each rank trains; it need not exist here.
-        optimizer: As in `initialize`.
-        model_parameters: As in `initialize`.
+        optimizer: The optimizer or a callable that creates it, as for `initialize`.
+        model_parameters: The parameters or parameter groups to train, as for `initialize`.
         leaf_modules: The full names of modules that are not divided into units, in addition to
             those of the configuration.
-        example: A micro-batch for the model's forward, for meshes with tp or pp, whose messages
-            depend on its shapes; None for the model's `dummy_inputs`.
+        example: A micro-batch for the model's forward. It is used for meshes with tp or pp, because
+            the messages of these axes depend on its shapes. None uses the model's `dummy_inputs`.
 
     Returns:
-        The plan; printing it shows a table of the bytes by state and memory.
+        A `Plan`. If printed, it shows a table of the bytes of each state in each memory.
 
     Raises:
-        UsageError: Memories are "auto", and the configuration has no `memory_budget` for them.
-        OutOfMemoryError: The budget is too small.
+        UsageError: The configuration leaves the memories of states to "auto", and has no
+            `memory_budget`.
+        OutOfMemoryError: The `memory_budget` is too small for the states.
     """
     whole_number("plan", "ranks", ranks, 1)
     whole_number("plan", "rank", rank, 0, ranks - 1)

@@ -19,12 +19,16 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
     """Run a whole step: forward and backward of all its micro-batches, then the update.
 
     Args:
-        engine: The engine. The forward, backward and step of `Engine` are called, because those of
-            a subclass may raise an error.
-        data_iter: Iterator over micro-batches; None reads them from the engine's own loader.
+        engine: The engine. The methods `forward`, `backward` and `step` of `Engine` itself are
+            called, because the methods of a subclass may raise an error.
+        data_iter: Iterator over micro-batches. None reads micro-batches from the data loader of
+            the engine.
 
     Returns:
-        The mean loss of all ranks' micro-batches, the same on every rank.
+        The mean loss over the micro-batches of all ranks: a scalar, the same on every rank.
+
+    Raises:
+        UsageError: `data_iter` is None, and the engine has no data loader.
 
     Note:
         Collective: every rank of the world must call it.
@@ -70,17 +74,19 @@ def evaluate(
     keeps_outputs: bool = False,
     has_loss: bool = True,
 ) -> tuple[Tensor | None, list[Any] | None]:
-    """Run forwards without a backward.
+    """Run the model's forward on several micro-batches in evaluation mode, without a backward.
 
     Args:
-        engine: The engine, whose forward is run in evaluation mode.
+        engine: The engine. Its training mode is restored at the end.
         data_iter: Iterator over micro-batches.
-        many: The number of micro-batches; None means the number of a training step.
-        keeps_outputs: Whether to keep the outputs of all micro-batches and return them.
-        has_loss: Whether to compute the mean loss; if false, None is returned for it.
+        many: The number of micro-batches. None means as many as in a training step.
+        keeps_outputs: Whether to return the outputs of all micro-batches.
+        has_loss: Whether to compute the mean loss.
 
     Returns:
-        The mean loss if `has_loss`, and the outputs on the ranks that compute them.
+        A tuple of the mean loss and the list of outputs. The loss is None if `has_loss` is false.
+        The outputs are None if `keeps_outputs` is false. With a pipeline, they are also None on
+        ranks without the last stage.
 
     Note:
         Collective: every rank of the world must call it.

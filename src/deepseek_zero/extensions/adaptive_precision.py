@@ -170,7 +170,7 @@ class AdaptivePrecision(UpdatePolicy):
             self._seen = self._look()
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
-        """Switch units to fp32, or back to 16 bits, if the step gives a reason for it.
+        """Switch units to fp32 or back to 16 bits, depending on the gradients of recent steps.
 
         Args:
             result: The result of the step, including whether its gradient overflowed.
@@ -226,10 +226,11 @@ class AdaptivePrecision(UpdatePolicy):
         """Set the precision of every unit to that of a checkpoint.
 
         Args:
-            names: The names of the units that compute in fp32. All others compute in 16 bits.
+            names: The names of the units that compute in fp32. All other units compute in 16 bits.
 
         Note:
-            Collective: every rank must call it. No unit may be gathered.
+            Collective: every rank must call it. The weights of no unit may be gathered at that
+            time.
         """
         for unit in self.runtime.units:
             to_fp32 = unit.name in names
@@ -239,7 +240,9 @@ class AdaptivePrecision(UpdatePolicy):
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
 
-        It has the counters that decide future changes of precision, and the changes so far.
+        Returns:
+            A dict with the counters that decide future changes of precision, and with the list of
+            all changes so far.
         """
         return {
             "steps": self._steps,
@@ -251,7 +254,7 @@ class AdaptivePrecision(UpdatePolicy):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore the counters and the list of changes from a checkpoint.
 
-        This does not change the precision of any unit; `restore` does.
+        The precision of the units is not changed. Call `restore` to change it.
 
         Args:
             state: The result of `state_dict`; None to start with empty counters.
@@ -266,7 +269,7 @@ class AdaptivePrecision(UpdatePolicy):
         self.decisions = [PrecisionChange(**each) for each in state["decisions"]]
 
     def explain(self) -> list[str]:
-        """Return lines about the changes of units' precisions so far, for `engine.explain`."""
+        """Return lines of text for `engine.explain`: the units in fp32, and all changes so far."""
         lifted = ", ".join(f"'{name}'" for name in self.promoted) or "no unit"
         lines = [f'precision "auto": {lifted} in fp32; decided every {self.window} steps']
         return lines + [f"  {each}" for each in self.decisions]

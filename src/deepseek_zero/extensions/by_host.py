@@ -101,7 +101,7 @@ class TwoHopBuffers(MessageBuffers):
 
 
 class TwoHops(Route):
-    """A route that reduces and gathers in two hops: within each host, and between hosts.
+    """Runs reductions and all-gathers in two hops: within each host, and between hosts.
 
     Between hosts, only ranks with the same local rank exchange messages, so every byte crosses the
     network once.
@@ -121,7 +121,10 @@ class TwoHops(Route):
         """Return the communicator within this host and the one between hosts.
 
         Args:
-            comm: The communicator of the base class; not used.
+            comm: The communicator of the shard group. It is not used.
+
+        Returns:
+            A tuple of the two communicators: within this host, and between hosts.
         """
         return self.hosts.intra_node, self.hosts.inter_node
 

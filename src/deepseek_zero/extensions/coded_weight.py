@@ -99,9 +99,9 @@ class CodedStorage(Storage):
 
 
 class CodedWeight(WeightGather):
-    """All-gathers a weight that is stored quantized.
+    """All-gathers the weight of a parameter group, whose slices are stored in quantized form.
 
-    Each rank sends its slice in quantized form, and every rank dequantizes the gathered weight.
+    Each rank sends its quantized slice, and every rank dequantizes the gathered weight.
     """
 
     def allocate(self, what: str) -> FlatBuffer:

@@ -53,10 +53,10 @@ class LayerCut:
 
 @dataclass(frozen=True)
 class CutChoice:
-    """A choice of large weights that are cut into tiles, which are sharded separately.
+    """The large weights of a model that are cut into tiles, each of which is sharded separately.
 
     Attributes:
-        cuts: The weights that are cut into tiles of rows.
+        cuts: The weights that are cut, with the boundaries of their tiles.
         left: The names of the large parameters that stay whole, because tiles do not support their
             layer.
     """
@@ -67,8 +67,8 @@ class CutChoice:
     def cut(self) -> dict[str, str]:
         """Replace each weight of `cuts` by tiles of rows, in place.
 
-        An optimizer that the user built before still has the whole weights as parameters.
-        `optim.param_groups.with_replacements` replaces them by their tiles.
+        An optimizer that the user built before this call still has the whole weights as
+        parameters. `optim.param_groups.with_replacements` replaces these parameters by the tiles.
 
         Returns:
             A dict from the name of each tile's parameter to the name of the whole parameter.
@@ -98,13 +98,14 @@ def choose_cuts(
     Args:
         model: The model whose layers are examined.
         limit: The largest size of a parameter in bytes; tiles are at most this large.
-        dtype_of: A function that returns the dtype in which a parameter computes, given its own.
+        dtype_of: Called with the dtype of a parameter. It returns the dtype of the parameter in
+            forward and backward.
 
     Returns:
-        The weights to cut, and the names of large parameters that stay whole.
+        A `CutChoice` with the weights to cut and the names of the large parameters that stay whole.
 
     Raises:
-        UsageError: One row is larger than the limit.
+        UsageError: One row of a weight is larger than `limit`.
         NotBuiltError: A layer has an option that tiles do not support.
     """
     params: dict[int, nn.Parameter] = {}

@@ -20,9 +20,9 @@ from ..sharding.param_group import ParamGroup
 class DeferredUpdate(UpdatePolicy):
     """An update policy that updates offloaded weights during the next forward.
 
-    A step only stores which shards it has not updated. They are updated later, in the same order,
-    before any of their states is read. The transfers of offloaded states therefore overlap with the
-    computation of the next forward, and results do not change.
+    A step updates no offloaded weight. It only records the shards of these weights. Each shard is
+    updated later, before any of its states is read. The transfers of offloaded states therefore
+    overlap with the computation of the next forward. The results of training do not change.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class DeferredUpdate(UpdatePolicy):
         self._tiles = self._updater.prefetcher(())
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Store the shards of offloaded weights, to update them when their states are read.
+        """Record shards of offloaded weights that are updated when their states are next read.
 
         Args:
             tiles: Lists of shards that are updated together. The step has not updated them.
-            due: The factor of the gradients (clipping and loss scale) and the hyper-parameters of
-                the step, which the later update uses.
+            due: The factor by which gradients are multiplied (clipping and loss scale), and the
+                hyper-parameters of the step. The deferred update uses both.
         """
         if not tiles:
             return
@@ -56,11 +56,11 @@ class DeferredUpdate(UpdatePolicy):
 
     @property
     def waiting(self) -> set[ParamGroup]:
-        """The parameter groups whose update has not run yet."""
+        """The parameter groups that have a deferred update which has not run yet."""
         return {group for group, count in self._tiles_left.items() if count}
 
     def flush(self) -> None:
-        """Run all updates that have not run yet.
+        """Run all deferred updates that have not run yet.
 
         Raises:
             UsageError: An earlier update failed.
@@ -72,7 +72,7 @@ class DeferredUpdate(UpdatePolicy):
             pass
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Run the stored updates, in order, until a parameter group is up to date.
+        """Run deferred updates, in their order, until those of one parameter group have run.
 
         Args:
             group: The parameter group whose states are about to be read.

@@ -28,7 +28,7 @@ _TILE_NUMEL = 1 << 20  # Elements that are swapped at a time if the buffers cann
 
 
 class DelayedGradient(GradSum):
-    """This rank's slice of one parameter group's gradient of the previous step.
+    """The gradient of one parameter group from the previous step: this rank's slice.
 
     Attributes:
         gradient: The gradient of the current step of the same parameter group.
@@ -49,11 +49,13 @@ class DelayedGradient(GradSum):
         return spec
 
     def swap(self, *, keep: bool) -> None:
-        """Exchange the gradients of the previous and of the current step.
+        """Exchange the gradient of the previous step with the gradient of the current step.
+
+        After this, the current step applies the gradient of the previous one.
 
         Args:
             keep: Whether to keep the gradient of the current step, so that the next step applies
-                it. If false, it is discarded.
+                it. If false, the gradient of the current step is discarded.
         """
         other = self.gradient.sum
         comes = self.is_full
@@ -89,7 +91,7 @@ class DelayedGradient(GradSum):
         self.become(GradState.HELD if is_full else GradState.EMPTY)
 
     def discard(self) -> None:
-        """Discard the gradient, so that no update uses it."""
+        """Discard the gradient of the previous step, so that no update uses it."""
         self.group.guard.before_write()
         self.restore(is_full=False)
         self.absent = None
@@ -126,8 +128,8 @@ def delayed_gradient(group: ParamGroup) -> DelayedGradient:
 class DelayedUpdate(UpdatePolicy):
     """An update policy that applies each gradient one step late (delayed parameter update).
 
-    A step stores its gradients and how they have to be used: the factor of clipping and unscaling,
-    and the hyper-parameters. The next step updates the weights with them.
+    A step stores its gradients, the factor by which they are multiplied (clipping and loss scale),
+    and the hyper-parameters. The next step updates the weights with these stored values.
 
     Attributes:
         groups: The parameter groups that are trained.
@@ -158,7 +160,7 @@ class DelayedUpdate(UpdatePolicy):
 
     @property
     def is_on(self) -> bool:
-        """Whether the next step delays its own update."""
+        """Whether the next step stores its own gradients instead of applying them."""
         return self.owes_update or self._updater.updates >= self.after
 
     @property
@@ -166,11 +168,12 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred is not None
 
     def expected(self) -> Decision | None:
-        """Return how the current step will apply the gradients of the previous one.
+        """Return the decision by which the current step applies the previous step's gradients.
 
         Returns:
-            The factor and hyper-parameters of the update, and the source of its gradients. None if
-            no gradients are stored.
+            A `Decision` with the factor and the hyper-parameters of the update, and with the
+            function that returns the stored gradient of a parameter group. None if no gradients are
+            stored.
         """
         if self.deferred is None:
             return None
@@ -180,11 +183,13 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred if self.is_on else made
 
     def keep(self, made: Decision | None) -> None:
-        """Store this step's gradients, and how they have to be used, for the next step.
+        """Store this step's gradients, factor and hyper-parameters for the next step.
+
+        Nothing is stored during the first `after` updates of a run, which are not delayed.
 
         Args:
-            made: The factor and hyper-parameters of this step; None if its gradients are discarded,
-                for example after an overflow.
+            made: The factor and the hyper-parameters of this step. None discards the gradients of
+                this step, for example after an overflow.
         """
         if not self.is_on:
             return
@@ -214,9 +219,9 @@ class DelayedUpdate(UpdatePolicy):
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore the factor and hyper-parameters of stored gradients.
+        """Restore the factor and hyper-parameters with which stored gradients are applied.
 
-        The gradients must have been loaded before.
+        The gradients themselves must have been loaded before this call.
 
         Args:
             state: The result of `state_dict`; None if no gradients were stored.

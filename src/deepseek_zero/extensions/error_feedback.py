@@ -25,7 +25,7 @@ from .replicas import SumOverReplicas
 class ErrorFeedback(GradReduction):
     """A gradient reduction with error feedback.
 
-    It adds the compression errors of earlier steps to the gradient before the gradient is
+    The compression errors of earlier steps are added to the gradient before the gradient is
     compressed and sent.
     """
 
@@ -41,7 +41,7 @@ class ErrorFeedback(GradReduction):
             add: Whether to add the sum to the values of `target`, instead of overwriting them.
 
         Returns:
-            A handle; neither buffer may be read or written before ``wait()`` returns.
+            A handle. `partial` and `target` may not be read or written before its `wait()` returns.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -55,8 +55,8 @@ class ErrorFeedback(GradReduction):
         Args:
             partial: This rank's partial gradient, which the sum overwrites.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: Whether an earlier backward of the step was summed already. The caller
-                adds both.
+            has_earlier_sum: Whether the gradient of an earlier backward of the same step has been
+                summed already. The caller adds the two sums.
 
         Returns:
             A handle. The sum may be read after its `wait()` has returned.
@@ -88,7 +88,7 @@ class ErrorFeedback(GradReduction):
     def ensure_errors(self) -> Errors:
         """Return the buffer of the compression errors.
 
-        It is allocated and filled with zeros on first use.
+        The first call allocates the buffer and fills it with zeros.
         """
         if self._errors is None:
             group = self.group
@@ -105,14 +105,21 @@ class ErrorFeedback(GradReduction):
 
 
 class ReplicatedErrorFeedback(ErrorFeedback, SumOverReplicas):
-    """Error feedback within each replica. The sums of the replicas are added up without it."""
+    """A gradient reduction that uses error feedback within each replica (as in HSDP).
+
+    The sums of the replicas are then added up without error feedback.
+    """
 
 
 class ErrorFeedbackSteps(UpdatePolicy):
     """An update policy that keeps the compression errors of error feedback valid between steps.
 
-    Errors are set to zero after a skipped step, and every `reset_every` steps. If the loss scale
-    changes, errors are multiplied by the same factor, because they are errors of scaled gradients.
+    Errors are set to zero after a skipped step, and after every `feedback.reset_every` updates. If
+    the loss scale changes, errors are multiplied by the same factor, because they are errors of
+    scaled gradients.
+
+    Args:
+        feedback: The settings of error feedback.
     """
 
     keeps_own_states = True
@@ -127,10 +134,10 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._updater = optimizer.updater
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """Set the errors to zero if necessary, and multiply them if the loss scale has changed.
+        """Set the errors to zero if they are due for a reset, and adapt them to the loss scale.
 
         Args:
-            result: The result of the step. The errors are set to zero if it was skipped.
+            result: The result of the step. The errors are set to zero if the step was skipped.
             rescale: The new loss scale divided by the old one.
         """
         every = self._feedback.reset_every

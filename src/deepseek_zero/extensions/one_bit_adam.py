@@ -26,7 +26,8 @@ class MomentumSteps(UpdatePolicy):
     """The update policy of 1-bit Adam.
 
     After step number `freeze_step`, ranks exchange momenta as signs instead of reducing gradients.
-    The policy starts this exchange, and ends it if an earlier checkpoint is loaded.
+    The policy starts this exchange. It ends the exchange if a checkpoint of an earlier step is
+    loaded.
     """
 
     keeps_own_states = True
@@ -54,7 +55,8 @@ class MomentumSteps(UpdatePolicy):
             optimizer: The sharded optimizer to which the policy belongs.
 
         Raises:
-            UsageError: Some settings do not. It is raised on every rank, and names all of them.
+            UsageError: At least one setting does not support the exchange. The message names all
+                such settings. Every rank raises the error.
         """
         self._attached = weakref.ref(optimizer)
         runtime = optimizer.runtime
@@ -100,11 +102,11 @@ class MomentumSteps(UpdatePolicy):
         return inner
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise `UsageError` if momenta are exchanged already, so that no parameter can be added.
+        """Raise `UsageError` if ranks already exchange momenta, because parameters cannot be added.
 
         Args:
-            what: The event that adds parameters; not used.
-            fix: What the user can do; not used, because the error has its own advice.
+            what: The event that adds parameters. It is not used.
+            fix: What the user can do. It is not used, because the error contains other advice.
         """
         if self._inner.takes_momenta:
             raise UsageError(
@@ -133,7 +135,9 @@ class MomentumSteps(UpdatePolicy):
         self._follow(is_forced=False)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Store the error feedback of one parameter group until all states have been loaded.
+        """Store the error-feedback buffers of one parameter group until all states are loaded.
+
+        The exchange of momenta that starts after loading uses the stored buffers.
 
         Args:
             group: The parameter group to which the buffers belong.

@@ -51,7 +51,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Returns:
-        An fp32 tensor, or None before the first step and for an unknown name.
+        An fp32 tensor. None before the first step, for a frozen parameter, and if the optimizer has
+        no state of this name.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -85,7 +86,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Raises:
-        UsageError: The optimizer has no such state, or `value` has another size.
+        UsageError: The optimizer has no such state, or the size of `value` does not match.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -103,7 +104,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return this rank's shard of an optimizer state, flat.
+    """Return this rank's shard of an optimizer state of a parameter, flat.
 
     Args:
         param: A parameter of a wrapped model.
@@ -111,7 +112,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
     Returns:
         A copy, which is empty if this rank has no element of the parameter. None before the first
-        step and for an unknown name.
+        step, and if the optimizer has no state of this name.
     """
     if views := [view for _, view in _state_views(param, optim_state_key)]:
         return torch.cat(views)
@@ -127,7 +128,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    """Replace this rank's shard of an optimizer state.
+    """Replace this rank's shard of an optimizer state of a parameter.
 
     Args:
         param: A parameter of a wrapped model.
@@ -135,7 +136,7 @@ def safe_set_local_optimizer_state(
         optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Raises:
-        UsageError: The optimizer has no such state, or `value` has another size.
+        UsageError: The optimizer has no such state, or the size of `value` does not match.
     """
     owner = _owner(param)
     optimizer = _optimizer(owner, param)
@@ -213,14 +214,14 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace the main weight and the weight of a parameter.
+    """Replace the fp32 main weight of a parameter, and the weight that the forward uses.
 
     Args:
         param: A parameter of a wrapped model.
         value: The full value, the same on every rank.
 
     Raises:
-        UsageError: The parameter belongs to no engine, or `value` has another size.
+        UsageError: The parameter belongs to no engine, or the size of `value` does not match.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -241,7 +242,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's shard of the fp32 main weight, flat.
+    """Return this rank's shard of a parameter's fp32 main weight, flat.
 
     Returns:
         A copy, or None for a frozen parameter.
@@ -254,16 +255,17 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's shard of the main weight and the weight.
+    """Replace this rank's shard of a parameter's fp32 main weight, and of its weight.
 
-    At stage 0 with several ranks, every rank holds the full main weight, and there is no shard.
+    At stage 0 with several ranks, every rank holds the full main weight, so the function raises an
+    error.
 
     Args:
         param: A parameter of a wrapped model.
         value: The new shard, flat.
 
     Raises:
-        UsageError: The parameter has no sharded main weight, or `value` has another size.
+        UsageError: The parameter has no sharded main weight, or the size of `value` does not match.
 
     Note:
         Collective: every rank must call it, so that ranks with a copy of the weight update it.
@@ -290,8 +292,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return the full reduced gradient of a parameter, in the parameter's shape.
 
-    Under fp16 it is still multiplied by the loss scale. Inside `no_sync`, before the reduction, it
-    is this rank's own gradient.
+    Under fp16 the gradient is still multiplied by the loss scale. Inside `no_sync` gradients are
+    not reduced yet, and the function returns the gradient of this rank only.
 
     Returns:
         An fp32 tensor between backward and step; None at any other time.
@@ -338,7 +340,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         value: The full gradient, the same on every rank.
 
     Raises:
-        UsageError: There is no reduced gradient, or `value` has another size.
+        UsageError: The parameter has no reduced gradient, or the size of `value` does not match.
     """
     owner = _owner_of_grad(param)
     with torch.no_grad():
@@ -347,7 +349,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's shard of the reduced gradient, flat, in fp32.
+    """Return this rank's shard of a parameter's reduced gradient, flat, in fp32.
 
     Returns:
         A copy between backward and step; None at any other time.
@@ -362,14 +364,14 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's shard of the reduced gradient.
+    """Replace this rank's shard of a parameter's reduced gradient.
 
     Args:
         param: A parameter of a wrapped model.
         value: The new shard, flat.
 
     Raises:
-        UsageError: There is no reduced gradient, or `value` has another size.
+        UsageError: The parameter has no reduced gradient, or the size of `value` does not match.
     """
     owner = _owner_of_grad(param)
     slot = _slot(owner, param)
@@ -385,8 +387,8 @@ def safe_update_full_grad_vectorized(
 
     Args:
         param_list: Parameters of a wrapped model. Those without a gradient are skipped.
-        update_func: Called with the full gradient and the parameter; returns the new gradient. It
-            must return the same values on every rank.
+        update_func: Called with the full gradient and the parameter. It returns the new gradient,
+            which must have the same values on every rank.
 
     Note:
         Collective: every rank must call it with the same parameters.

@@ -45,7 +45,7 @@ class SumOverReplicas(GradReduction):
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
         """Start to reduce this rank's slice within its replica.
 
-        At stage 0, where every rank needs all slices, `complete` gathers the others.
+        At stage 0 every rank needs all slices. `complete` gathers the slices of the other ranks.
 
         Args:
             partial: This rank's gradient of all elements of the group.
@@ -62,18 +62,20 @@ class SumOverReplicas(GradReduction):
         return move(partial, own_slice(partial, comm_ctx.comm.rank), comm_ctx, what)
 
     def complete(self, buffer: FlatBuffer, what: str) -> Pending:
-        """Start to add the sums of the replicas; at stage 0, gather all slices after that.
+        """Start to add up the sums of all replicas, in place.
+
+        At stage 0, the results of all ranks of the replica are then all-gathered.
 
         Args:
-            buffer: The sum within this replica.
+            buffer: The sum within this replica, which is overwritten by the sum over all replicas.
             what: The name of the unit, used in error messages.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.
 
         Note:
-            Collective: every rank that holds the same slices must call it, and at stage 0 within
-            the replica.
+            Collective: every rank that holds the same slices must call it. At stage 0, every rank
+            of the replica must call it too.
         """
         comm_ctx = self.group.comm_ctx
         outer = replace(self.outer, bucket_numel=comm_ctx.bucket_numel)
@@ -83,10 +85,10 @@ class SumOverReplicas(GradReduction):
         return pending.then(lambda: all_gather(buffer.memory, "reduce", comm_ctx, what).wait())
 
     def copy_from_first(self, values: Tensor, what: str) -> None:
-        """Copy `values` from the first replica to the others.
+        """Copy `values` from the first replica to all other replicas.
 
         Args:
-            values: The elements, written on all but the first replica.
+            values: The elements to copy. They are overwritten on all replicas except the first.
             what: The name of the values, used in error messages.
 
         Note:

@@ -24,7 +24,7 @@ class SecondaryCopy(WeightGather):
 
     Attributes:
         comm_ctx: The context of the ranks over which the second copy is sharded, usually one host.
-        first: Gathers the weight from all ranks.
+        first: The object that gathers the weight from all ranks of the shard group.
         buffer: This rank's slice of the second copy.
         is_current: Whether the second copy equals the weight. The flag has the same value on all
             ranks.
@@ -58,7 +58,7 @@ class SecondaryCopy(WeightGather):
         return weight
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to gather the weight from the second copy, or from all ranks if that is outdated.
+        """Start to gather the weight from the second copy; from all ranks if the copy is outdated.
 
         Args:
             whole: The output, which receives all elements of the weight.

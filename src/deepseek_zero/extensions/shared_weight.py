@@ -12,7 +12,7 @@ from ..tiers.tier import Tier
 
 
 class SharedWeight(WeightGather):
-    """A weight gather that copies nothing: all slices are in shared memory of the host.
+    """A weight all-gather without copies, for slices that are all in shared memory of one host.
 
     Args:
         group: The parameter group whose weight is in shared memory.

@@ -60,9 +60,10 @@ class SpeculativeUpdate(UpdatePolicy):
     """An update policy that updates units during backward (SuperOffload).
 
     A unit is updated after its gradient has been reduced, before the gradient norm is known. The
-    policy assumes that the step neither clips nor overflows. If that turns out to be wrong, the
-    updates are undone from a log of the overwritten bytes. Together with delayed updates, the
-    gradient and the clipping factor of the previous step are used, which are known.
+    policy assumes that the step neither clips nor overflows. If the assumption is wrong, the
+    updates are undone from a log of the overwritten bytes. If updates are also delayed by one step
+    (`DelayedUpdate`), the policy applies the gradient of the previous step, whose clipping factor
+    is known.
 
     Attributes:
         budget: The size of the undo log in bytes.
@@ -111,7 +112,8 @@ class SpeculativeUpdate(UpdatePolicy):
     def tiles_changed(self, tiles: Tiles) -> None:
         """Select the units that may be updated during backward, after the shards have changed.
 
-        These are all units except the root, whose gradient is reduced last.
+        All units in `tiles.later` are selected except the root, because the gradient of the root is
+        reduced last.
 
         Args:
             tiles: The new lists of shards that are updated together.
@@ -143,7 +145,7 @@ class SpeculativeUpdate(UpdatePolicy):
         return Decision(1.0 / scale, self.updater.updates + 1, hypers_of(self.updater.inner))
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update units whose gradient is complete and whose weight is no longer in use.
+        """Update the units that have a complete gradient and a weight that is no longer in use.
 
         Args:
             unit: The unit whose gradient has just been reduced.
@@ -230,8 +232,8 @@ class SpeculativeUpdate(UpdatePolicy):
         """End the step: confirm the updates that ran during backward, or undo all of them.
 
         Args:
-            due: The factor of the gradients and the hyper-parameters of the step. The early updates
-                are undone if they used other values. None undoes them, because the step updates
+            due: The factor of the gradients and the hyper-parameters of the step. The updates are
+                undone if they used other values. None also undoes them, because the step updates
                 nothing.
 
         Returns:
@@ -254,7 +256,7 @@ class SpeculativeUpdate(UpdatePolicy):
     def flush(self) -> None:
         """Undo all updates that ran during backward, and start no more of them in this step.
 
-        It is called before a program reads a state in the middle of a step.
+        This method is called before a program reads a state in the middle of a step.
         """
         if not self._done:
             return
@@ -275,7 +277,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self.flush()
 
     def explain(self) -> list[str]:
-        """Return lines for `engine.explain` with the numbers of early and of undone updates."""
+        """Return a line for `engine.explain`: how many updates ran in backward or were undone."""
         if not self.units:
             return [
                 "updates in backward: none, since the host updates no unit but the root with a "
@@ -298,8 +300,11 @@ class SpeculativeUpdate(UpdatePolicy):
 def works_by_shard(cls: type[Optimizer]) -> bool:
     """Return whether an optimizer's update of one shard can be undone without the other shards.
 
-    It can if the update reads and writes only that shard and its state. `BY_SHARD` lists such
-    classes of PyTorch and of this library.
+    The result is True if the update of a shard reads and writes only the shard and its optimizer
+    state. `BY_SHARD` lists the classes of PyTorch and of this library with such updates.
+
+    Args:
+        cls: The class of the optimizer.
     """
     is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
     return is_known and cls.__name__ in BY_SHARD

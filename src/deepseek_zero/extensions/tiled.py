@@ -22,12 +22,13 @@ from ..base.errors import UsageError
 class TiledLinear(nn.Module):
     """A linear layer that consists of a grid of smaller linear layers (tiles).
 
-    The grid has `out_splits` rows of `in_splits` tiles of nearly equal size. Each output tile is
-    the sum of its row, in the order of the input tiles. The last tile of a row adds the bias.
+    The grid has `out_splits` rows of `in_splits` tiles of nearly equal size. Each part of the
+    output is the sum over the tiles of one row, in the order of the input parts. The last tile of a
+    row adds the bias.
 
-    Tiles are ``linears[row][column]``. At stage 3 with ``stage3_max_live_parameters=0``, one of
-    them is gathered at a time. By default the next tile is prefetched, and tiles that fit stay
-    gathered from forward to backward.
+    Tiles are ``linears[row][column]``. At stage 3 with ``stage3_max_live_parameters=0``, one tile
+    is gathered at a time. By default the next tile is prefetched, and tiles stay gathered from
+    forward to backward if they fit into the limit.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -36,14 +37,17 @@ class TiledLinear(nn.Module):
         in_splits: Number of tiles along the input features.
         out_splits: Number of tiles along the output features.
         input_is_already_split: Whether the input is a sequence of `in_splits` tensors.
-        combine_out_splits: Whether to return one tensor; if false, return the list of output tiles.
+        combine_out_splits: Whether the forward returns one tensor. If false, it returns the list of
+            the output parts.
         linear_cls: The class of a tile. It is called with ``(in_features, out_features, bias=...,
             **kwargs)``, and its forward returns one tensor.
-        init_linear: A linear layer whose values are copied.
+        init_linear: A linear layer from which weight and bias are copied into the tiles. None
+            leaves the initial values of the tiles.
         kwargs: Further arguments of `linear_cls`.
 
     Raises:
-        UsageError: The splits or the shape of `init_linear` do not fit.
+        UsageError: A number of splits is not between 1 and the number of features, or the shape or
+            bias of `init_linear` does not match.
     """
 
     children_are_units: ClassVar[bool] = True
@@ -90,10 +94,12 @@ class TiledLinear(nn.Module):
         """Compute the linear layer tile by tile.
 
         Args:
-            input_: The input, or with `input_is_already_split` its `in_splits` parts.
+            input_: The input, shape ``(..., in_features)``. If `input_is_already_split` is true,
+                the sequence of its `in_splits` parts along the last dimension.
 
         Returns:
-            The output; if `combine_out_splits` is false, the list of its parts.
+            The output, shape ``(..., out_features)``. If `combine_out_splits` is false, the list of
+            its `out_splits` parts along the last dimension.
         """
         inputs = self._split(input_)
         if self.combine_out_splits:
@@ -104,12 +110,15 @@ class TiledLinear(nn.Module):
         ]
 
     def copy_params_from(self, other: nn.Module) -> None:
-        """Copy the values of a linear layer of the same shape.
+        """Copy weight and bias of a linear layer of the same shape into the tiles.
 
-        If the tiles are sharded, call it inside GatheredParameters.
+        If the tiles are sharded, the method must be called inside `GatheredParameters`.
+
+        Args:
+            other: The linear layer from which the values are copied.
 
         Raises:
-            UsageError: The shapes differ, or only one of the two has a bias.
+            UsageError: The shapes differ, or only one of the two layers has a bias.
         """
         self._refuse_other(other)
         for rows, row in zip(pairwise(self.out_parts), self._rows, strict=True):

@@ -25,8 +25,11 @@ class WeightDifferences(WeightGather):
     """Updates a replicated weight from sharded main weights by quantized differences.
 
     After a step, each rank quantizes the difference between its slice of the main weight and the
-    same slice of the weight. It sends the difference to all ranks, which add it to the weight. This
-    is used for compressed weights at ZeRO stages 1 and 2.
+    same slice of the weight. The rank sends this difference to all ranks, which add it to the
+    weight. The class is used for compressed weights at ZeRO stages 1 and 2.
+
+    Args:
+        group: The parameter group whose weight is updated.
     """
 
     computes = True
@@ -39,13 +42,14 @@ class WeightDifferences(WeightGather):
         """Start to update the replicated weight on all ranks from their main weights.
 
         After an optimizer step, each rank sends the quantized difference between its slice of the
-        main weight and of the weight, which every rank adds to its weight. After a program wrote
-        values, each rank sends its whole slice of the weight, unquantized.
+        main weight and the same slice of the weight. Every rank adds the differences to its weight.
+        If a program has written values instead, each rank sends its whole slice of the weight,
+        without quantization.
 
         Args:
             what: The name of the unit, used in error messages.
-            is_update: Whether an optimizer step has changed the main weights. False if a program
-                wrote values.
+            is_update: True if an optimizer step has changed the main weights; False if a program
+                has written values.
 
         Returns:
             A handle. The weight may be read after its `wait()` has returned.
@@ -72,8 +76,9 @@ class WeightDifferences(WeightGather):
 
         Args:
             slot: The position of the parameter in the flat buffer of its group.
-            values: The new values, flat; None to cast the values of the main weight.
-            low: The first element to write, relative to this rank's part of the parameter. It is
+            values: The new values, flat. None writes the values of the main weight, cast to the
+                dtype of the weight.
+            low: The first element to write, relative to this rank's part of the parameter. `low` is
                 not used if `values` is None.
         """
         group = self.group

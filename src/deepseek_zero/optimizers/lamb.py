@@ -66,9 +66,9 @@ class Lamb(Optimizer):
 
     For a parameter p with the moments m and v of Adam (corrected for their bias if
     `bias_correction` is true), the update is ``r = m / (sqrt(v) + eps) + weight_decay * p`` and ``p
-    = p - lr * clamp(|p| / |r|, min_coeff, max_coeff) * r``. Norms are those of the whole parameter.
-    The trust ratio ``|p| / |r|`` counts as 1 if either norm is 0. The state of a parameter is
-    `step`, `exp_avg` and `exp_avg_sq`.
+    = p - lr * clamp(|p| / |r|, min_coeff, max_coeff) * r``. Norms are computed over the whole
+    parameter. If either norm is 0, the clamped trust ratio is replaced by 1. The state of a
+    parameter consists of `step`, `exp_avg` and `exp_avg_sq`.
 
     Args:
         params: Parameters or parameter groups.
@@ -93,10 +93,11 @@ class Lamb(Optimizer):
         The gradients are not changed.
 
         Args:
-            closure: Computes the loss and its gradients again; None to use the current gradients.
+            closure: A function that computes the gradients and returns the loss. None uses the
+                current gradients.
 
         Returns:
-            The loss of `closure`, or None without one.
+            The loss that `closure` returned; None if `closure` is None.
         """
         loss = evaluated(closure)
         for group in self.param_groups:

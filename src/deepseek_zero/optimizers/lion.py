@@ -30,14 +30,14 @@ class Lion(Optimizer):
 
     For a parameter p with gradient g and momentum m, the update is ``c = beta1 * m + (1 - beta1) *
     g``, ``p = p * (1 - lr * weight_decay) - lr * sign(c)`` and ``m = beta2 * m + (1 - beta2) * g``.
-    The state of a parameter is `exp_avg`. The paper recommends a learning rate 3 to 10 times
-    smaller than AdamW's.
+    The state of a parameter is `exp_avg`. The Lion paper recommends a learning rate that is 3 to 10
+    times smaller than that of AdamW.
 
     Args:
         params: Parameters or parameter groups.
-        lr: The learning rate, which is the size of each element's step.
+        lr: The learning rate, which is the size of each element's change without weight decay.
         betas: The interpolation factor of the update, and the decay rate of the momentum.
-        weight_decay: The coefficient of the decoupled decay.
+        weight_decay: The coefficient of the decoupled weight decay.
         maximize: Whether to maximize the objective.
 
     Raises:
@@ -74,10 +74,11 @@ class Lion(Optimizer):
         The gradients are not changed.
 
         Args:
-            closure: Computes the loss and its gradients again; None to use the current gradients.
+            closure: A function that computes the gradients and returns the loss. None uses the
+                current gradients.
 
         Returns:
-            The loss of `closure`, or None without one.
+            The loss that `closure` returned; None if `closure` is None.
         """
         loss = evaluated(closure)
         for group in self.param_groups:

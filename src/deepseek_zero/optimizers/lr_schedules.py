@@ -55,7 +55,7 @@ class HasParamGroups(Protocol):
 class LRSchedule(ABC):
     """Base class of schedules that write `lr` into an optimizer's parameter groups.
 
-    It has the interface of torch's LRScheduler.
+    The class has the methods of `torch.optim.lr_scheduler.LRScheduler`.
 
     Args:
         optimizer: An object with `param_groups`, or with an attribute `optimizer` that has them.
@@ -83,17 +83,15 @@ class LRSchedule(ABC):
         """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates that were written last, one per parameter group.
-
-        They are the rates that the next optimizer step uses.
-        """
+        """Return the learning rates that the next optimizer step uses, one per parameter group."""
         return list(self._last_lr)
 
     def step(self, iteration: int | None = None) -> None:
-        """Advance the schedule and write the new rate into every parameter group.
+        """Advance the schedule and write the new learning rates into the parameter groups.
 
         Args:
-            iteration: The iteration to set; None advances the schedule by one iteration.
+            iteration: The number of the iteration to set. None advances the schedule by one
+                iteration.
         """
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if iteration is None else iteration
@@ -108,7 +106,11 @@ class LRSchedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the iteration to a saved one and write its rates into the parameter groups."""
+        """Restore a saved iteration, and write its learning rates into the parameter groups.
+
+        Args:
+            state_dict: The result of `state_dict`.
+        """
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._write()
 
@@ -307,19 +309,19 @@ class WarmupCosineSettings:
 class WarmupLR(LRSchedule):
     """Increase the rate from a minimum to a maximum, then keep the maximum.
 
-    The rate of iteration i is ``warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma``. With n =
-    `warmup_num_steps`, gamma is ``log(i + 1) / log(n)`` for the type "log" and ``i / n`` for
-    "linear" while ``i < n``, and 1 afterwards. If n is 0, gamma is always 1. If n is 1, it counts
-    as 2, as in DeepSpeed.
+    The rate of iteration i is ``warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma``. Let n be
+    `warmup_num_steps`. During the warm-up (``i < n``), gamma is ``log(i + 1) / log(n)`` for the
+    type "log" and ``i / n`` for the type "linear". After the warm-up, gamma is 1. If n is 0, there
+    is no warm-up. If n is 1, the value 2 is used instead, as in DeepSpeed.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one per group.
-        warmup_max_lr: The rate after the warm-up; None for the rate that each group has when the
-            schedule is created.
+        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one rate per group.
+        warmup_max_lr: The rate after the warm-up, in the same form. None means the rate that each
+            group has when the schedule is created.
         warmup_num_steps: The number of iterations of the warm-up.
         warmup_type: "log" or "linear".
-        last_batch_iteration: The iteration after which the schedule starts.
+        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
     """
 
     Settings: ClassVar[type[Any]] = WarmupSettings
@@ -349,18 +351,18 @@ class WarmupDecayLR(WarmupLR):
 
     The rate of iteration i is ``warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma``. Let n be
     `warmup_num_steps` and N be `total_num_steps`. During the warm-up (``i < n``), gamma is ``log(i
-    + 1) / log(n)`` for the type "log" and ``i / n`` for "linear". Afterwards it is ``max(0, (N - i)
-    / max(1, N - n))``.
+    + 1) / log(n)`` for the type "log" and ``i / n`` for "linear". After the warm-up, gamma is
+    ``max(0, (N - i) / max(1, N - n))``.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        total_num_steps: The iteration at which the rate is `warmup_min_lr` again.
-        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one per group.
-        warmup_max_lr: The rate after the warm-up; None for the rate that each group has when the
-            schedule is created.
+        total_num_steps: The iteration at which the rate has returned to `warmup_min_lr`.
+        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one rate per group.
+        warmup_max_lr: The rate after the warm-up, in the same form. None means the rate that each
+            group has when the schedule is created.
         warmup_num_steps: The number of iterations of the warm-up.
         warmup_type: "log" or "linear".
-        last_batch_iteration: The iteration after which the schedule starts.
+        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
     """
 
     Settings = WarmupDecaySettings
@@ -375,15 +377,17 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRSchedule):
-    """Increase the rate to each group's own rate, then decay it with a cosine.
+    """Increase the rate to the base rate of each group, then decay it along a cosine.
 
-    The own rate of a group is the one that it has when the schedule is created. It is multiplied by
-    a ratio. Let i be the iteration, n be `warmup_num_steps` and N be `total_num_steps`.
+    The base rate of a parameter group is the learning rate that the group has when the schedule is
+    created. The schedule multiplies the base rate by a ratio. Let i be the iteration, n be
+    `warmup_num_steps` and N be `total_num_steps`.
 
     During the warm-up (``i < n``), the ratio is ``warmup_min_ratio + (1 - warmup_min_ratio) *
     gamma``, where gamma is ``log(i + 1) / log(n)`` for the type "log" and ``i / n`` for "linear".
-    Afterwards it is ``cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * p)) / 2``, where p is
-    ``min(1, (i - n + 1) / max(1, N - n))``. Before iteration 0 the ratio is 0, as in DeepSpeed.
+    After the warm-up, the ratio is ``cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * p)) / 2``,
+    where p is ``min(1, (i - n + 1) / max(1, N - n))``. Before iteration 0 the ratio is 0, as in
+    DeepSpeed.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
@@ -392,7 +396,7 @@ class WarmupCosineLR(LRSchedule):
         warmup_num_steps: The number of iterations of the warm-up.
         cos_min_ratio: The ratio at the end of the cosine.
         warmup_type: "log" or "linear".
-        last_batch_iteration: The iteration after which the schedule starts.
+        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
     """
 
     Settings = WarmupCosineSettings
@@ -409,7 +413,7 @@ class WarmupCosineLR(LRSchedule):
         return [rate * ratio for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """Return the ratio of the current learning rate to each group's own learning rate."""
+        """Return the current ratio by which the base rate of every group is multiplied."""
         rising = self.warmup.at(self.last_batch_iteration)
         if rising is None:
             return self._cosine()
@@ -426,7 +430,7 @@ class WarmupCosineLR(LRSchedule):
 
 
 class LRRangeTest(LRSchedule):
-    """Learning-rate range test (Smith 2015): increase the rate in every iteration, without a bound.
+    """Learning-rate range test (Smith 2015): increase the learning rate without an upper bound.
 
     The rate of iteration i is ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * q)``, where q
     is ``(i + 1) / lr_range_test_step_size``. With `lr_range_test_staircase`, q is rounded down, so
@@ -434,11 +438,12 @@ class LRRangeTest(LRSchedule):
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        lr_range_test_min_lr: The first rate, for all groups or as a list with one per group.
+        lr_range_test_min_lr: The first rate, for all groups or as a list with one rate per group.
         lr_range_test_step_size: The number of iterations of an interval.
         lr_range_test_step_rate: The increase per interval, as a multiple of the first rate.
-        lr_range_test_staircase: Increase the rate once per interval instead of continuously.
-        last_batch_iteration: The iteration after which the schedule starts.
+        lr_range_test_staircase: Whether to increase the rate once per interval instead of in every
+            iteration.
+        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
     """
 
     Settings = LRRangeTestSettings
@@ -462,35 +467,39 @@ _CYCLE_BETA2 = 0.99
 
 
 class OneCycle(LRSchedule):
-    """Increase the rate linearly to a maximum and decrease it again, then decay it.
+    """Increase the rate to a maximum, decrease it to its first value, then decay it further.
 
     During the cycle the rate is ``cycle_min_lr + (cycle_max_lr - cycle_min_lr) * s``. The height s
-    rises from 0 to 1 over the first part of the cycle and falls back to 0 over the second. It
-    changes linearly, or in equal stairs if the part has a stair count.
+    rises from 0 to 1 over the first part of the cycle, and falls to 0 over the second part. In each
+    part, the height changes linearly. If a part has a number of stairs, the height changes in equal
+    stairs instead.
 
     After the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * t)``, where t is the number of
-    iterations since the cycle divided by `decay_step_size`, or 0 if that is 0.
+    iterations since the end of the cycle divided by `decay_step_size`. If `decay_step_size` is 0, t
+    is 0.
 
     With `cycle_momentum`, beta1 is ``cycle_max_mom - (cycle_max_mom - cycle_min_mom) * s`` during
-    the cycle and ``cycle_max_mom * (1 + decay_mom_rate * t)`` afterwards, and beta2 is 0.99, as in
-    DeepSpeed. This has no effect unless every group has `betas`.
+    the cycle and ``cycle_max_mom * (1 + decay_mom_rate * t)`` after it. beta2 is 0.99, as in
+    DeepSpeed. `cycle_momentum` has no effect unless every parameter group has `betas`.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        cycle_min_lr: The rate at both ends of the cycle, for all groups or as a list with one per
-            group.
-        cycle_max_lr: The rate at the peak of the cycle.
+        cycle_min_lr: The rate at both ends of the cycle, for all groups or as a list with one rate
+            per group.
+        cycle_max_lr: The rate at the peak of the cycle, in the same form.
         decay_lr_rate: The decay of the rate per `decay_step_size` iterations.
         cycle_first_step_size: The number of iterations of the rising part.
-        cycle_second_step_size: The number of iterations of the falling part; None for the same.
+        cycle_second_step_size: The number of iterations of the falling part. None means as many as
+            in the rising part.
         cycle_first_stair_count: The number of stairs of the rising part; 0 for none.
-        cycle_second_stair_count: The number of stairs of the falling part; None for the same.
+        cycle_second_stair_count: The number of stairs of the falling part. None means as many as in
+            the rising part.
         decay_step_size: The number of iterations of a decay interval; 0 for no decay.
-        cycle_momentum: Cycle the momentum in the opposite direction.
+        cycle_momentum: Whether to change the momentum too, in the opposite direction of the rate.
         cycle_min_mom: The momentum at the peak of the cycle.
         cycle_max_mom: The momentum at both ends of the cycle.
         decay_mom_rate: The change of the momentum per decay interval.
-        last_batch_iteration: The iteration after which the schedule starts.
+        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
     """
 
     Settings = OneCycleSettings
@@ -527,7 +536,8 @@ class OneCycle(LRSchedule):
         """Return the momentum of each parameter group at iteration `last_batch_iteration`.
 
         Returns:
-            The pair `betas` of each group; None if the momentum is not cycled.
+            A list with the pair (beta1, beta2) of each group. None if the schedule does not change
+            the momentum.
         """
         if not self.cycle_momentum:
             return None
@@ -639,7 +649,7 @@ def resolve_schedule(
     classes of PyTorch require a `torch.optim.Optimizer`.
 
     Args:
-        name: The name of the schedule, for example "WarmupLR"; upper and lower case are equal.
+        name: The name of the schedule, for example "WarmupLR". Case is ignored.
         params: The keyword arguments of the schedule's class.
         optimizer: The optimizer whose learning rates the schedule writes.
 

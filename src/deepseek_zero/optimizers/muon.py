@@ -105,23 +105,25 @@ class MuonSettings:
 
 
 class Muon(Optimizer):
-    """Muon, which orthogonalizes the momentum of hidden matrices, and AdamW for other parameters.
+    """Muon for the hidden matrices of a model, and AdamW for all other parameters.
 
-    For a matrix p with gradient g, the momentum is ``m = momentum * m + (1 - momentum) * g``. The
-    direction u is ``momentum * m + (1 - momentum) * g`` with `nesterov`, otherwise m. The update is
-    ``p = p * (1 - lr * weight_decay) - lr * sqrt(max(1, rows / columns)) * NS(u)``, where NS
-    orthogonalizes u by Newton-Schulz iterations. The state is `momentum_buffer` for a matrix, and
-    `step`, `exp_avg` and `exp_avg_sq` for AdamW.
+    Muon orthogonalizes the momentum of a matrix. For a matrix p with gradient g, the momentum is
+    ``m = momentum * m + (1 - momentum) * g``. The direction u is ``momentum * m + (1 - momentum) *
+    g`` with `nesterov`, otherwise m. The update is ``p = p * (1 - lr * weight_decay) - lr *
+    sqrt(max(1, rows / columns)) * NS(u)``, where NS orthogonalizes u by Newton-Schulz iterations.
+    The state of a matrix is `momentum_buffer`. The state of a parameter with AdamW consists of
+    `step`, `exp_avg` and `exp_avg_sq`.
 
     A tensor with three dimensions is treated as a stack of matrices (experts). A tensor with four
     or more dimensions, as in a convolution, is treated as a matrix whose rows are its first
     dimension. The key `use_muon` of a parameter group selects Muon or AdamW. In a group without the
-    key, parameters with two or more dimensions use Muon, even embeddings and heads. Use
+    key, parameters with two or more dimensions use Muon, including embeddings and heads. Use
     `parameter_groups` to create groups with the key.
 
     Args:
         params: Parameters or parameter groups.
-        lr: The learning rate of all groups. None means 0.02 for Muon and 0.0003 for AdamW.
+        lr: The learning rate of all groups that specify none. None means 0.02 for Muon and 0.0003
+            for AdamW.
         settings: The other fields of `MuonSettings`, as keyword arguments.
 
     Raises:
@@ -148,20 +150,22 @@ class Muon(Optimizer):
             group: The parameter group. Its key `use_muon` is read.
 
         Returns:
-            "tensor" (only between tensors) for groups of Muon, "element" (anywhere) for AdamW.
+            "tensor" (only between tensors) for groups of Muon, and "element" (between any two
+            elements) for groups of AdamW.
         """
         return "element" if group.get("use_muon") is False else "tensor"
 
     @staticmethod
     def parameter_groups(model: nn.Module) -> list[Group]:
-        """Return a model's trainable parameters as one group for Muon and one for AdamW.
+        """Return a model's trainable parameters as one group for Muon and one group for AdamW.
 
         Args:
-            model: The model. Its hidden matrices are for Muon; embeddings, heads and vectors are
-                for AdamW.
+            model: The model. Muon updates its hidden matrices. AdamW updates embeddings, heads and
+                vectors.
 
         Returns:
-            Two parameter groups, each with the key `use_muon`.
+            Two parameter groups, each with the key `use_muon`. A group without parameters is
+            omitted.
         """
         return Muon.divide_groups(
             model, [{"params": [p for p in model.parameters() if p.requires_grad]}]
@@ -169,14 +173,14 @@ class Muon(Optimizer):
 
     @staticmethod
     def divide_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[Group]:
-        """Divide each group without `use_muon` into hidden matrices and the rest.
+        """Divide each group without the key `use_muon` into a group for Muon and one for AdamW.
 
-        The other settings of a group are kept. If a parameter has an attribute `use_muon`, the
-        attribute decides.
+        Both new groups have the settings of the divided group. If a matrix has an attribute
+        `use_muon`, the attribute decides to which of the two groups it belongs.
 
         Args:
-            model: The model, whose embeddings and heads belong to AdamW.
-            groups: The groups to divide.
+            model: The model, whose embeddings and heads are updated by AdamW.
+            groups: The parameter groups. Groups with the key `use_muon` are not divided.
 
         Returns:
             The new parameter groups, each with the key `use_muon`.
@@ -201,13 +205,13 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group.
 
-        A group without the key `use_muon` is divided into one for Muon and one for AdamW.
+        A group without the key `use_muon` is divided into a group for Muon and a group for AdamW.
 
         Args:
             param_group: The parameters and the options of the group.
 
         Raises:
-            ConfigError: A group of Muon has a parameter that is not a matrix.
+            ConfigError: A group for Muon has a parameter with fewer than two dimensions.
         """
         given = param_group["params"]
         members = [given] if isinstance(given, Tensor) else list(given)
@@ -241,10 +245,11 @@ class Muon(Optimizer):
         The gradients are not changed.
 
         Args:
-            closure: Computes the loss and its gradients again; None to use the current gradients.
+            closure: A function that computes the gradients and returns the loss. None uses the
+                current gradients.
 
         Returns:
-            The loss of `closure`, or None without one.
+            The loss that `closure` returned; None if `closure` is None.
         """
         loss = evaluated(closure)
         for group in self.param_groups:

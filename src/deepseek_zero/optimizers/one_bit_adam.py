@@ -34,19 +34,20 @@ from .common import Closure, adam_state, evaluated
 class OneBitAdam(AdamW):
     """1-bit Adam: AdamW whose second moment is constant after `freeze_step` steps.
 
-    From then on, ranks exchange the signs of their momenta instead of reducing gradients.
+    After these steps, ranks exchange the signs of their momenta instead of reducing gradients.
 
     Args:
         params: Parameters or parameter groups.
         lr: The learning rate of all groups that specify none.
-        freeze_step: Number of steps of plain AdamW.
+        freeze_step: Number of steps with the AdamW update, after which the second moment is
+            constant.
         betas: The decay rates of the moments.
-        eps: Added to the root of the second moment.
-        weight_decay: The coefficient of the decoupled decay.
+        eps: Added to the square root of the second moment.
+        weight_decay: The coefficient of the decoupled weight decay.
 
     Attributes:
-        takes_momenta: `.grad` holds the exchanged momentum instead of the gradient. It is set when
-            the exchange starts.
+        takes_momenta: Whether `.grad` of the parameters holds the exchanged momentum instead of the
+            gradient. The exchange sets it to True when it starts.
 
     Raises:
         ConfigError: `freeze_step` is less than 1.
@@ -77,7 +78,7 @@ class OneBitAdam(AdamW):
 
     @property
     def freeze_step(self) -> int:
-        """The number of steps of plain AdamW."""
+        """The number of steps after which the second moment is constant."""
         return int(self.param_groups[0]["freeze_step"])
 
     @property
@@ -92,10 +93,11 @@ class OneBitAdam(AdamW):
         The gradients are not changed.
 
         Args:
-            closure: Computes the loss and its gradients again; None to use the current gradients.
+            closure: A function that computes the gradients and returns the loss. None uses the
+                current gradients.
 
         Returns:
-            The loss of `closure`, or None without one.
+            The loss that `closure` returned; None if `closure` is None.
         """
         loss = evaluated(closure)
         held = [group["params"] for group in self.param_groups]
