@@ -41,8 +41,8 @@ def parallelize(
     """Split a whole model over the tensor-parallel ranks, in place.
 
     All ranks receive the first rank's parameter values. Afterwards, each parameter of a split layer
-    contains only this rank's shard. The first forward raises an error if its inputs differ from
-    those of the other ranks. If the call raises an error, nothing has been split.
+    contains only this rank's shard. The first forward raises an error if its inputs differ between
+    the ranks. If this call raises an error, no layer has been split.
 
     Args:
         model: The whole model, with the same architecture on all ranks.
@@ -50,7 +50,7 @@ def parallelize(
         settings: Which layers are split and how the loss is computed; by default
             `ParallelSettings()`.
         plan: The result of `choose` for this model and these settings, on which `prove` was called.
-            None calls both here.
+            If None, this function calls `choose` and `prove`.
 
     Returns:
         A dict from the name of each parameter to how it is split over the ranks (`Split`).

@@ -51,8 +51,8 @@ def difference(batch: Any, comm: Comm) -> str | None:
         comm: The communicator of the ranks to compare.
 
     Returns:
-        A description of the first difference for an error message, or None if the shapes, dtypes
-        and values are equal on all ranks.
+        A description of the first difference, for an error message. None if the shapes, dtypes and
+        values of all tensors are equal on all ranks.
 
     Note:
         Collective: every rank of `comm` must call it.

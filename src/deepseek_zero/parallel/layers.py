@@ -92,8 +92,9 @@ class Axis(Protocol):
 class Layer(nn.Module):
     """Base class of the split layers that a model contains after `parallelize`.
 
-    It is not instantiated. `parallelize` changes the class of a module, such as `nn.Linear`, to one
-    that also derives from a subclass of `Layer`. The parameters are then this rank's shards.
+    The class is not instantiated. `parallelize` changes the class of a module, such as `nn.Linear`,
+    to a class that also derives from a subclass of `Layer`. The parameters of the module are then
+    this rank's shards.
 
     Attributes:
         axis: The object that computes the forward of the layer and its collectives, usually a
@@ -173,7 +174,7 @@ class TensorAxis:
 
     Attributes:
         splits_loss: Whether the loss of the current forward reads logits that are split over the
-            ranks. If not, the output layer all-gathers them.
+            ranks. If False, the output layer all-gathers the logits.
     """
 
     def __init__(self, group: TensorGroup, streams: Streams | None = None) -> None:
@@ -189,14 +190,16 @@ class TensorAxis:
         return self  # a copy of a model uses the same ranks
 
     def column(self, layer: Layer, x: Tensor) -> Tensor:
-        """Return this rank's outputs of a column layer, or all of them if the layer gathers.
+        """Return this rank's outputs of a column layer, or all outputs if the layer gathers them.
 
         Args:
             layer: The layer, whose weight is this rank's shard.
-            x: Its input, whole on every rank, or this rank's tokens if it is sharded over tokens.
+            x: The input of the layer. It is whole on every rank, or contains only this rank's
+                tokens if the layer reads inputs that are sharded over tokens.
 
         Returns:
-            A tensor of shape (..., outputs).
+            A tensor of shape (..., outputs). The last dimension is the number of this rank's
+            outputs, or of all outputs.
 
         Note:
             Collective if outputs or tokens are gathered. Backward sums the gradient of `x` over the
@@ -218,10 +221,11 @@ class TensorAxis:
 
         Args:
             layer: The layer, whose weight is this rank's shard.
-            x: This rank's part of its input, or the whole input if the layer splits it.
+            x: This rank's part of the layer's input, or the whole input if the layer splits it.
 
         Returns:
-            A tensor of shape (..., outputs): all tokens, or this rank's if the layer shards tokens.
+            A tensor of shape (..., outputs). It contains all tokens, or only this rank's tokens if
+            the layer shards its outputs over tokens.
 
         Note:
             Collective: every rank must call it.
@@ -245,7 +249,7 @@ class TensorAxis:
         """Return the embeddings of tokens from a table whose rows are split over the ranks.
 
         Args:
-            layer: The embedding, whose weight is this rank's rows.
+            layer: The embedding, whose weight contains only this rank's rows of the table.
             ids: Indices into the whole table, equal on every rank.
 
         Returns:
@@ -266,20 +270,21 @@ class TensorAxis:
 
         Returns:
             A list of tuples ``(offset, columns)``, in which ``offset`` is the index of the first
-            column in the whole vocabulary. It has one tuple, or one for each rank if the process
-            simulates several ranks.
+            column in the whole vocabulary. The list contains one tuple, for this rank.
+            (`VirtualAxis` returns one tuple for each simulated rank.)
         """
         return [(sum(part.widths[: self.group.index]), logits)]
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
-        """All-gather a matrix of every rank.
+        """Gather one matrix from each rank on all ranks.
 
         Args:
-            rows: One tensor of shape (n, width) for each rank that this process computes.
-            what: The name of the collective, for messages.
+            rows: A list that contains only this rank's matrix, shape (n, width). (`VirtualAxis`
+                receives one matrix for each simulated rank.)
+            what: The name of the collective, used in error messages.
 
         Returns:
-            The tensors of all ranks, in rank order.
+            A list of the matrices of all ranks, in rank order.
 
         Note:
             Collective: every rank must call it.
@@ -288,13 +293,14 @@ class TensorAxis:
         return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Reset the state that a failed forward left, and align the ranks' random generators.
+        """Prepare a forward: reset state of an earlier forward, and align the random generators.
 
-        It is registered as a forward pre-hook of the model.
+        If the states of the ranks' random generators differ, all ranks take the state of the first
+        rank. The method is registered as a forward pre-hook of the model.
 
         Args:
-            module: The model whose forward begins.
-            args: The inputs of the forward, which are ignored.
+            module: The model whose forward begins. It is not used.
+            args: The inputs of the forward. They are not used.
 
         Note:
             Collective: every rank must call it.
@@ -309,7 +315,7 @@ class TensorAxis:
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record that the forward of the model has finished.
 
-        It is registered as a forward hook of the model. All arguments are ignored.
+        The method is registered as a forward hook of the model. The arguments are not used.
 
         Args:
             module: The model.
@@ -323,7 +329,7 @@ class TensorAxis:
 
         Args:
             x: This rank's tokens, shape (batch, tokens / ranks, n).
-            name: The name of the module, for messages.
+            name: The name of the module, used in error messages.
 
         Returns:
             All tokens, shape (batch, tokens, n). Backward reduce-scatters their gradient.
@@ -370,7 +376,7 @@ class TensorAxis:
         return found
 
     def leave(self) -> None:
-        """Switch to the common random stream again, and free the inputs of column layers."""
+        """Switch back to the random stream of all ranks, and free the inputs of column layers."""
         self._forget()
         if self.streams is not None:
             self.streams.leave()

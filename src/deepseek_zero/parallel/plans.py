@@ -69,13 +69,13 @@ class ParallelSettings:
 
     Attributes:
         loss: "split" computes the loss from split logits in training, and the output has no logits.
-            "gathered" all-gathers the logits. "tiled" is for a loss that computes the output layer
-            itself, in tiles (`activations/tiled_loss.py`).
-        layers: Rules (pattern, style, parts, model types), which take precedence over all others.
-            The pattern is matched by `re.match` to the names of parameters. The style is "column",
-            "row" or another key of KINDS. Parts is the number of equal projections that are stored
-            in the layer, or a tuple of their widths. Model types are the transformers model types
-            to which the rule applies; empty means all.
+            "gathered" all-gathers the logits. "tiled" is for a loss function that computes the
+            output layer itself, in tiles (`activations/tiled_loss.py`).
+        layers: Rules (pattern, style, parts, model types), which take precedence over all other
+            rules. The pattern is matched by `re.match` to the names of parameters. The style is
+            "column", "row" or another key of KINDS. Parts is the number of equal projections that
+            are stored in the layer, or a tuple of their widths. Model types are the transformers
+            model types to which the rule applies; an empty tuple means all.
         uses_other_rules: Whether the model's own plan and the rules of its family apply to layers
             that `layers` does not match.
         needs_a_split: Whether it is an error if no layer is split.
@@ -84,7 +84,7 @@ class ParallelSettings:
         sequence: Whether activations between the split layers of a block are sharded over tokens in
             training (Megatron's sequence parallelism). "auto" enables it if the model supports it.
         grain: Feed-forward layers and vocabularies are split at multiples of this number, unless
-            some rank would then get nothing.
+            some rank would then get no elements.
     """
 
     loss: Literal["split", "gathered", "tiled"] = "split"
@@ -145,19 +145,22 @@ class ParallelPlan:
 
     Attributes:
         ranks: The number of tensor-parallel ranks.
-        choices: The layers that are split.
+        choices: The layers that are split, with the rule that selected each layer.
         partial: The layers that every rank holds whole and whose gradients are summed over the
             ranks.
         splits: How each parameter is split, by its name in the model.
-        attributes: The number of heads of each rank, by (module, attribute) that stores it.
+        attributes: The new values of module attributes that store a number of heads. A key is a
+            tuple (module name, attribute name), and a value contains one number for each rank.
         attentions: For each attention, by name, the name of the module that contains its query, key
             and value projections.
         left: The layers that stay whole although a rule matches them, with the reason.
-        stretch: The blocks between which activations are sharded over tokens, or None.
-        why_whole: Why `sequence="auto"` does not shard activations over tokens, or "".
+        stretch: The blocks between which activations are sharded over tokens. None if activations
+            are not sharded over tokens.
+        why_whole: The reason why `sequence="auto"` does not shard activations over tokens; "" if
+            there is none.
         grain: Feed-forward layers and vocabularies are split at multiples of this number.
         unproven: Modules with split layers that `prove` could not run. The first forward checks
-            them.
+            these modules.
     """
 
     ranks: int
@@ -175,8 +178,8 @@ class ParallelPlan:
     def table(self) -> str:
         """Return the plan as a text table with one line per kind of layer.
 
-        Block numbers in names are replaced by `*`, and each line ends with the number of such
-        layers.
+        Layers are of the same kind if their names differ only in block numbers, which are replaced
+        by `*`. Each line ends with the number of layers of its kind.
         """
         lines = Counter[tuple[str, ...]]()
         for choice in self.choices:

@@ -75,19 +75,20 @@ class _Fails(_Differs):
 def prove(model: nn.Module, plan: ParallelPlan) -> None:
     """Check that a model with split layers computes the same results as the whole model.
 
-    For each kind of module that contains split layers, a copy is run on small random inputs, once
-    whole and once as each rank. The results also show whether the gradients of other parameters in
-    the module must be summed over the ranks, which is recorded in `plan.splits`. If the arguments
-    of a module are unknown, it is added to `plan.unproven` and checked in the first forward
-    (`watch`). The model is not changed.
+    For each kind of module that contains split layers, a copy is run on small random inputs: once
+    as a whole, and once for each rank with only the rank's part of the split layers. The module may
+    also contain parameters outside split layers. The results show whether the gradients of these
+    parameters must be summed over the ranks, and `plan.splits` is updated accordingly. If the
+    arguments of a module are unknown, the module is added to `plan.unproven`, and the first forward
+    of the model checks it. The model is not changed.
 
     Args:
         model: The whole model, before anything is split.
         plan: The result of `choose` for this model, whose `splits` and `unproven` are updated.
 
     Raises:
-        NotBuiltError: A rank would compute another result. The message names the module, and the
-            layer or parameter.
+        NotBuiltError: A rank would compute another result than the whole model. The message names
+            the module, and the layer or parameter.
     """
     holders = holders_of(model, plan)
     calls = calls_in(model, [holder.names[0] for holder in holders])

@@ -60,10 +60,9 @@ class SequenceSettings:
             heads, "all_gather" gathers keys and values, and "auto" uses "ulysses" if the model
             supports it and "all_gather" otherwise.
         weighs_loss: Whether the model returns the mean loss over all tokens of the sequences. If
-            not, it returns the mean over this rank's tokens, and the caller splits the batches and
-            averages the losses.
-        spares_eval: Whether evaluation does not communicate, so that each rank computes whole
-            sequences.
+            False, the model returns the mean over this rank's tokens, and the caller splits the
+            batches and averages the losses.
+        spares_eval: Whether each rank evaluates whole sequences without communication.
     """
 
     attention: Literal["auto"] | AttentionMethod = "auto"
@@ -139,8 +138,8 @@ def own_tokens(
 def own_part(model: nn.Module, batch: Any) -> Any:
     """Return this rank's tokens of a batch of whole sequences.
 
-    A batch that is split already is returned unchanged. It is recognized by `position_ids` and, for
-    a causal loss, by `shift_labels` instead of `labels`.
+    A batch that is split already is returned unchanged. A batch counts as split if it contains
+    `position_ids` and, for a model with a causal loss, no `labels`.
 
     Args:
         model: A model that was passed to `share_sequences`, or a module of it.
@@ -149,8 +148,8 @@ def own_part(model: nn.Module, batch: Any) -> Any:
 
     Returns:
         A new batch with tensors of shape (samples, tokens / ranks, ...). `batch` itself is returned
-        if it is split already or is not a mapping. It is also returned if the model does not use
-        sequence parallelism, or if `SequenceSettings.weighs_loss` is false.
+        if it is split already or is not a mapping, if the model does not use sequence parallelism,
+        or if `SequenceSettings.weighs_loss` is false.
 
     Raises:
         UsageError: The number of tokens is not divisible by the number of ranks (by twice that
@@ -165,9 +164,9 @@ def share_sequences(
 ) -> None:
     """Prepare a transformers model for sequences that are split over ranks, in place.
 
-    Attention is replaced by one that communicates, and hooks check the inputs and average the loss
-    over the ranks. A model with `SequenceAttention` modules is not changed, because these
-    communicate themselves.
+    The attention function is replaced by a function that exchanges tokens with other ranks. Hooks
+    check the inputs and average the loss over the ranks. A model with `SequenceAttention` modules
+    is not changed, because these modules communicate themselves.
 
     Args:
         model: The model, whose configuration and modules are changed.

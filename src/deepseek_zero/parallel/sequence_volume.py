@@ -25,8 +25,8 @@ class SequenceTraffic(NamedTuple):
     Attributes:
         attention: How attention accesses the tokens of other ranks: "ulysses" (all-to-all) or
             "all_gather"; "" if the model's own modules communicate.
-        layer_bytes: Bytes that a rank sends in one attention layer for each of its own tokens,
-            forward and backward; None if unknown.
+        layer_bytes: Bytes that a rank sends in one attention layer for each token of this rank, in
+            forward and backward. None if the number is unknown.
         layers: The number of attention layers.
         row_bytes: Bytes that a rank sends for the loss of a micro-batch.
     """
@@ -58,8 +58,8 @@ def traffic_of_sequences(
 
     Returns:
         A `SequenceTraffic` with the bytes for each token and attention layer, and for the loss of
-        the micro-batch. `layer_bytes` is None (unknown) if the model's attention communicates by
-        itself, or if keys and values differ in width.
+        the micro-batch. `layer_bytes` is None (unknown) if the model contains `SequenceAttention`
+        modules, or if its keys and values differ in width.
 
     Raises:
         NotBuiltError: Sequence parallelism does not support the model.

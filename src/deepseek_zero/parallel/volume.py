@@ -15,7 +15,7 @@ LOSS_VECTORS = 3  # maximum, sum of exponentials and the target's logit, of each
 
 
 class LayerTraffic(NamedTuple):
-    """Bytes that one group of split layers sends, for example an attention.
+    """Bytes that one rank sends for a group of split layers, for example an attention.
 
     Attributes:
         weight: The name of the first weight of the group.
@@ -38,19 +38,19 @@ def traffic_of(
 ) -> list[LayerTraffic]:
     """Compute the bytes that one rank sends for tensor parallelism.
 
-    The split layers are grouped as in the plan: the column layers of an attention or a feed-forward
-    layer, with the row layer that reads their outputs. The result assumes that every parameter is
-    trained and that the column layers of a group read one input; cross attention, which reads
-    another one, sends more. Ranks of one host send nothing, because they read each other's memory.
-    If activations are sharded over tokens, each rank gathers or sums its own tokens: 1 / ranks of
-    the bytes of a whole tensor, in forward and in backward.
+    The split layers are grouped as in the plan. A group contains the column layers of an attention
+    or a feed-forward layer, and the row layer that reads their outputs. The result assumes that
+    every parameter is trained, and that all column layers of a group read the same input. A cross
+    attention reads a second input and sends more bytes. Ranks of the same host that read each
+    other's memory do not send these bytes. If activations are sharded over tokens, each rank sends
+    1 / ranks of the bytes of a whole tensor, in forward and in backward.
 
     Args:
         model: The whole model, before it is split.
         plan: The result of `choose` for this model.
         settings: The settings with which the plan was made. They determine whether the loss reads
             split logits.
-        coordinate: The rank's index on the tensor-parallel axis; shards may differ in size.
+        coordinate: The index of the rank on the tensor-parallel axis. Shards may differ in size.
         compute: The dtype of activations, if it differs from the model's.
 
     Returns:

@@ -81,7 +81,7 @@ class Chain:
 
     @property
     def blocks(self) -> tuple[ChainPart, ...]:
-        """Return the parameters and costs of the blocks, in order."""
+        """Return the parameters and costs of the blocks, in the order of the forward."""
         return self.parts[1:-1]
 
 
@@ -112,10 +112,10 @@ def find_chain(
 
     Returns:
         A `Chain` with the parameters and costs of the blocks, and of the parts before and after
-        them. `cut_model` divides the model by it.
+        the blocks. `cut_model` uses it to divide the model.
 
     Raises:
-        ChainError: The blocks do not pass exactly one tensor to the next block. The message names
+        ChainError: A block does not pass exactly one tensor to the next block. The message names
             the modules between which the model cannot be divided.
     """
     container = container_of_blocks(model) if blocks is None else blocks

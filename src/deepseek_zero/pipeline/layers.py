@@ -30,8 +30,8 @@ class LayerSpec:
 
     Args:
         typename: Class of the module.
-        *module_args: Positional arguments of its constructor.
-        **module_kwargs: Keyword arguments of its constructor.
+        *module_args: Positional arguments of the module's constructor.
+        **module_kwargs: Keyword arguments of the module's constructor.
 
     Raises:
         UsageError: `typename` is not a class of modules.
@@ -56,10 +56,10 @@ class LayerSpec:
         return f"{self.typename.__name__}({', '.join(arguments)})"
 
     def build(self, log: bool = False) -> nn.Module:
-        """Construct the module.
+        """Construct the module from the stored class and arguments.
 
         Args:
-            log: Accepted for DeepSpeed's signature; not used.
+            log: Not used. DeepSpeed's method has the same argument.
 
         Returns:
             A new instance of `typename`.
@@ -71,12 +71,13 @@ class TiedLayerSpec(LayerSpec):
     """A layer that shares weights with all other layers of the same key.
 
     Args:
-        key: Identifies the shared weights.
+        key: A name that identifies the shared weights.
         typename: Class of the module.
-        *module_args: Positional arguments of its constructor.
-        forward_fn: Called with (module, input) instead of the module's forward.
-        tied_weight_attr: Name or names of the shared weights; dots select submodules.
-        **module_kwargs: Keyword arguments of its constructor.
+        *module_args: Positional arguments of the module's constructor.
+        forward_fn: Called with (module, input) instead of the module's forward. None uses the
+            module's forward.
+        tied_weight_attr: Name or names of the shared weights in the module; dots select submodules.
+        **module_kwargs: Keyword arguments of the module's constructor.
     """
 
     def __init__(
@@ -112,7 +113,10 @@ class Labelled(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> Labelled:
-        """Convert an item of a data loader, which must be a pair (inputs, labels).
+        """Convert an item of a data loader to a `Labelled`.
+
+        Args:
+            batch: The item, which must be a pair (inputs, labels) or already a `Labelled`.
 
         Raises:
             UsageError: The item is not a pair.
@@ -129,14 +133,14 @@ class Labelled(NamedTuple):
 
 
 class LayerStages(nn.Module):
-    """The layers of one stage of a model that is written as a list of layers.
+    """A module with the layers of one stage of a model that is written as a list of layers.
 
-    Its forward runs this stage's layers only.
+    The forward of the module runs only the layers of its stage.
 
     Args:
         layers: All layers of the model: modules, functions or `LayerSpec` objects.
         stages: Number of stages into which the list is divided.
-        index: Number of this stage.
+        index: Number of this stage, counted from 0.
         method: How layers are assigned to stages: "uniform", "parameters", "type:REGEX" or "best";
             see `partition`.
         loss_fn: Called with (output, labels) in the last stage; None if the last layer returns the
@@ -149,7 +153,8 @@ class LayerStages(nn.Module):
             recomputation.
         checkpoint_func: The function that recomputes activations, called like
             `torch.utils.checkpoint.checkpoint`.
-        checkpointable: Names of the classes that may be recomputed; None means all with parameters.
+        checkpointable: Names of the layer classes that may be recomputed. None means all classes
+            with parameters.
     """
 
     dynamic_shape = False  # whether the shapes of activations change between micro-batches
@@ -203,10 +208,13 @@ class LayerStages(nn.Module):
         return self.index == self.num_stages - 1
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the number of the stage that has a layer of the list.
+        """Return the number of the stage that contains a layer.
+
+        Args:
+            layer_idx: The index of the layer in the list of all layers.
 
         Raises:
-            UsageError: There is no such layer.
+            UsageError: The list contains no layer with this index.
         """
         if not 0 <= layer_idx < len(self._layer_specs):
             raise UsageError(
@@ -218,14 +226,14 @@ class LayerStages(nn.Module):
 
     @property
     def ties(self) -> dict[str, Numbers]:
-        """Return the names of the weights that several stages share, with the stages' numbers."""
+        """Return the stages that share each tied weight: their numbers by the weight's name."""
         return self._in_several_stages(lambda layer: layer.tied_weight_attr)
 
     @property
     def same_names(self) -> tuple[str, ...]:
-        """Return the names that parameters of several stages have without sharing their values.
+        """Return the names of parameters that several stages have without sharing their values.
 
-        They belong to a `TiedLayerSpec`, but its `tied_weight_attr` does not name them.
+        These parameters belong to a `TiedLayerSpec` whose `tied_weight_attr` does not name them.
         """
         found = self._in_several_stages(
             lambda layer: [name for name, _ in _built(layer).named_parameters()]
@@ -309,8 +317,8 @@ class LayerStages(nn.Module):
         """Run this stage's layers in order and return the output of the last one.
 
         Args:
-            forward_input: The input of this stage's first layer. The pipeline passes the constant
-                RECEIVED, for which the tensors of the previous stage are used instead.
+            forward_input: The input of this stage's first layer. If it is the constant RECEIVED,
+                which the pipeline passes, the tensors of the previous stage are used instead.
         """
         if forward_input is RECEIVED:
             forward_input = self.received
@@ -340,10 +348,10 @@ class LayerStages(nn.Module):
         return x
 
     def recomputes(self, layers: Sequence[Callable[..., Any]]) -> bool:
-        """Return whether these consecutive layers may be recomputed in backward.
+        """Return whether the activations of some consecutive layers may be recomputed in backward.
 
         Args:
-            layers: Layers of this stage.
+            layers: The layers, which belong to this stage.
         """
         if self.checkpointable_layers is not None:
             return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
@@ -374,8 +382,8 @@ class LayersStage:
             received: Tensors that the previous stage sent; empty in the first stage.
 
         Returns:
-            The last layer's output in the last stage; otherwise the tensors for the next stage, a
-            tuple.
+            In the last stage, the output of the last layer. In other stages, a tuple of the tensors
+            for the next stage.
 
         Raises:
             UsageError: The last layer returns something other than tensors for the next stage.
@@ -403,7 +411,8 @@ class LayersStage:
             micro: The micro-batch, whose labels the loss function receives.
 
         Returns:
-            The result of `loss_fn`, or `output` itself if there is none; a tensor of shape ().
+            The result of `loss_fn`, or `output` if the model has no `loss_fn`. It is a tensor of
+            shape ().
 
         Raises:
             UsageError: The loss is not a scalar tensor.
@@ -441,17 +450,17 @@ def _trainable(module: nn.Module) -> int:
 
 
 def names_of_stages(own: Mapping[str, str], stages: Comm) -> dict[str, str]:
-    """Collect the names in the state dicts of all stages of a pipeline.
+    """Gather the names in the state dicts of all stages of a pipeline on every rank.
 
-    It is needed if each rank has built only the layers of its own stage.
+    The function is used for models in which each rank has built only the layers of its stage.
 
     Args:
-        own: The names in this rank's state dict as keys. The value is the first name of the same
-            tensor, which is another one only if the tensor is tied.
+        own: A dict that maps each name in this rank's state dict to the first name of the same
+            tensor. The two names are equal unless the tensor is tied and has several names.
         stages: The communicator of the ranks along "pp".
 
     Returns:
-        A dict of the same form as `own` with the names of all stages.
+        A dict of the same form as `own`, with the names in the state dicts of all stages.
 
     Note:
         Collective: every rank along "pp" must call it.

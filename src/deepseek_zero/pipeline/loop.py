@@ -128,18 +128,19 @@ class _Given:
 class PlainLoop:
     """Runs an ordinary training loop (forward, backward, step) over pipeline stages.
 
-    A call of the model in training runs the schedule's forwards and backwards and accumulates the
-    gradients. The backward of the returned loss then only corrects their factor, and reduces them
-    if it ends the step.
+    A call of the model in training runs the schedule's forwards and backwards, and accumulates the
+    gradients. The backward of the returned loss therefore computes no gradients. It multiplies the
+    accumulated gradients by a factor if the caller has scaled the loss. If it is the last backward
+    of a step, it also reduces the gradients.
 
     Args:
         pipeline: The pipeline that runs the stages.
-        parts: Number of micro-batches into which a batch is divided by rows. None, if the user has
-            not configured it, means 1.
-        check: Called with the first batch, to compare it between the ranks that must receive equal
-            batches. It is collective over the pipeline.
-        own_rows: None if all ranks of a pipeline receive the same batch. If each receives its own
-            batch (as with accelerate), the communicator of these ranks.
+        parts: Number of micro-batches into which a batch is divided by rows. None means that the
+            user has not configured the number; a batch is then one micro-batch.
+        check: A function that compares the first batch between the ranks that must receive equal
+            batches. Every rank of the pipeline calls it. None skips the comparison.
+        own_rows: The communicator of the ranks of the pipeline, if each of them receives its own
+            batch (as with accelerate). None if all ranks of the pipeline receive the same batch.
     """
 
     def __init__(
@@ -362,9 +363,10 @@ class PlainLoop:
     def take(self, call: _Call, grad: float) -> None:
         """Complete the backward of a loss that the loop has returned.
 
-        Its gradients were computed during the call, with an assumed factor of the loss. If the
-        caller multiplied the loss by another factor, the accumulated gradients are multiplied by
-        the ratio. If this backward ends a step, the gradients are reduced.
+        The gradients of the loss were computed during the forward call, for an assumed factor of
+        the loss. If the caller multiplied the loss by another factor, the accumulated gradients are
+        multiplied by the ratio of the two factors. If this backward is the last one of a step, the
+        gradients are reduced.
 
         Args:
             call: The forward call that returned the loss.
@@ -372,8 +374,8 @@ class PlainLoop:
 
         Raises:
             UsageError: Backward was called twice for the loss, or the ranks of the pipeline applied
-                different factors. It is also raised if gradients of several calls are accumulated,
-                so that the factor of one cannot be corrected.
+                different factors. The error is also raised if the factor has to be corrected, but
+                the gradients of several calls have already been added up.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -427,7 +429,7 @@ class PlainLoop:
         self.pipeline.states.end_step()
 
     def before_step(self) -> None:
-        """Check that no backward is missing, and reduce the gradients that are still unreduced.
+        """Check that no backward is missing, and reduce accumulated gradients before a step.
 
         Raises:
             UsageError: The backward of a loss is missing.
@@ -472,7 +474,7 @@ class PlainLoop:
             )
 
     def refuse_begun(self) -> None:
-        """Raise an error if gradients are accumulated, because `train_batch` runs a whole step.
+        """Raise an error if the step already has gradients, because `train_batch` runs all of it.
 
         Raises:
             UsageError: Gradients are accumulated already, or each rank receives its own batch.
@@ -487,6 +489,9 @@ class PlainLoop:
             )
 
     def forget(self) -> None:
-        """Discard the record of all forward calls, after their gradients were dropped or used."""
+        """Discard the record of all forward calls of the step.
+
+        It is called after the gradients of these calls have been discarded or used by a step.
+        """
         self._open.clear()
         self._added = 0

@@ -45,7 +45,7 @@ class StagedModel:
         stages: The stages that this rank runs.
         placement: The rank along "pp" of each stage of the model.
         virtual: Number of stages per rank.
-        ties: For each weight that several stages share, the stages that use it.
+        ties: For each weight that several stages share, the numbers of the stages that use it.
         has_all_inputs: Whether every stage receives the inputs of the model. The shapes of the
             inputs then identify the shapes of messages between stages.
     """
@@ -58,7 +58,7 @@ class StagedModel:
 
     @property
     def tied(self) -> Numbers:
-        """Return the stages that share a weight with another stage, ascending."""
+        """Return the numbers of the stages that share a weight with another stage, in order."""
         return tied_stages(self.ties)
 
 
@@ -73,10 +73,10 @@ def cut_model(
     group: int | None = None,
     micro_batches: int = 1,
 ) -> StagedModel:
-    """Divide a model into pipeline stages, and reduce it to those of this rank.
+    """Divide a model into pipeline stages, and keep only the stages of this rank.
 
-    The blocks and parameters of other stages are freed. Every rank of a pipeline must pass the same
-    arguments, except for its coordinates in the mesh.
+    The blocks and parameters of all other stages are freed. Every rank of a pipeline must pass the
+    same arguments, except for its coordinates in the mesh.
 
     Args:
         model: The model, which is changed in place.
@@ -85,8 +85,8 @@ def cut_model(
         mesh: The mesh, whose size along "pp" is the number of pipeline ranks and whose coordinates
             select this rank's stages.
         partition: How blocks are assigned to stages; see `method` of the function `partition`.
-        schedule: Name of the schedule: "1f1b", "interleaved" or "breadth_first". The partition
-            "best" takes into account how many micro-batches each stage keeps activations for.
+        schedule: Name of the schedule: "1f1b", "interleaved" or "breadth_first". It determines for
+            how many micro-batches a stage keeps activations, which the partition "best" considers.
         virtual: Number of stages per rank.
         group: For the schedule "breadth_first": the number of micro-batches that a rank runs in one
             stage before its next stage. None means all micro-batches of a step.
@@ -98,7 +98,7 @@ def cut_model(
 
     Raises:
         UsageError: The model cannot be divided into this number of stages, or the schedule does not
-            support these numbers.
+            support these numbers of ranks, stages and micro-batches.
     """
     if isinstance(model, LayerStages):
         if model.num_stages != mesh.pp or virtual != 1:
@@ -165,11 +165,13 @@ class Pipeline:
         self._pipe = runtime.comm.along.get("pp")
 
     def schedule(self, micro_batches: int, *, trains: bool = True) -> PipelineSchedule:
-        """Return the schedule of a step. It is verified when it is created, and then cached.
+        """Return the schedule of a step.
+
+        A new schedule is verified and then cached.
 
         Args:
             micro_batches: Number of micro-batches of the step.
-            trains: Whether the schedule has backwards, or forwards only.
+            trains: Whether the schedule has forwards and backwards. If False, it has only forwards.
 
         Returns:
             The order of actions for every pipeline rank.
@@ -238,11 +240,11 @@ class Pipeline:
             micro_batches: The micro-batches of the step, as for `train`.
             scale: The factor by which losses are multiplied before their backward: one number, or
                 one for each micro-batch.
-            trains: Whether to run backwards, too. If False, only forwards run, and outputs are
-                returned.
+            trains: Whether to run forwards and backwards. If False, only forwards run.
 
         Returns:
-            The losses or outputs of the last stage. They are None on other ranks.
+            A `StepOutcome`. On ranks with the last stage, it contains the losses if `trains` is
+            True, and the outputs otherwise. On all other ranks, both are None.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -264,8 +266,9 @@ class Pipeline:
             has_loss: Whether to compute the loss from the outputs.
 
         Returns:
-            The mean loss as in `train`, or None if `has_loss` is False. The list of the model's
-            outputs on the last stage if `keeps_outputs`, otherwise None.
+            A tuple of the mean loss and the list of the model's outputs. The mean loss is the same
+            on every rank, and None if `has_loss` is False. The outputs are None if `keeps_outputs`
+            is False, and on ranks without the last stage.
 
         Note:
             Collective: every rank must call it.
@@ -300,7 +303,8 @@ class Pipeline:
         """Broadcast a vector from the last stage's rank to every rank of this pipeline.
 
         Args:
-            row: A one-dimensional tensor on the host; its values matter on the last rank only.
+            row: A one-dimensional tensor on the host, of the same size on every rank. Only the
+                values on the last stage's rank are used.
             what: Name of the exchange in error messages.
 
         Returns:
@@ -315,9 +319,10 @@ class Pipeline:
         """Return the bytes that stages sent each other in the last training step.
 
         Returns:
-            Two lists with one number for each pair of consecutive stages: the bytes of one
-            micro-batch's outputs, and those of their gradients. They are 0 for pairs without a
-            stage of this rank. None before the first step.
+            A tuple of two lists, with one number for each pair of consecutive stages. The first
+            list contains the bytes of the outputs of one micro-batch. The second list contains the
+            bytes of the gradients of these outputs. A number is 0 if neither stage of the pair is
+            on this rank. The result is None before the first step.
         """
         forms = self.executor.forms.seen_in_training
         if not forms:
@@ -331,10 +336,10 @@ class Pipeline:
         return outputs, grads
 
     def reset_shapes(self) -> None:
-        """Discard the known shapes of messages, because the next step has other shapes.
+        """Discard the recorded shapes of messages, so that the next step may have other shapes.
 
         Note:
-            Every rank of the pipeline must call it; it does not communicate.
+            Every rank of the pipeline must call it, although it does not communicate.
         """
         self.executor.forms.forget()
 

@@ -35,10 +35,10 @@ def planned_pipeline(
         mesh: The mesh, whose coordinates select the rank.
         trained: Whether each parameter of the whole model is trained, by name.
         schedule: Name of the schedule, for example "1f1b".
-        group: Number of micro-batches that a stage runs before the rank's next stage, for
-            "breadth_first".
+        group: For the schedule "breadth_first": the number of micro-batches that a rank runs in one
+            stage before its next stage. None means all micro-batches of a step.
         micro_batches: Number of micro-batches of a step.
-        compute: Dtype of activations; None means the model's own.
+        compute: Dtype of activations; None means the dtype that `find_chain` recorded.
         sample: Description of the inputs with which `find_chain` was called, for reports.
 
     Returns:
@@ -85,7 +85,7 @@ def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
         plan: The plan of a pipeline, with the name and the sizes of the schedule.
 
     Returns:
-        The order of actions for every pipeline rank.
+        A `PipelineSchedule` with the order of the actions of every pipeline rank.
     """
     return make_schedule(
         plan.schedule,

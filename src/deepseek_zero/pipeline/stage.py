@@ -75,8 +75,8 @@ class MicroBatch(NamedTuple):
     def of(cls, batch: Any) -> MicroBatch:
         """Convert an item of a data loader to arguments of the model.
 
-        A mapping becomes keyword arguments, a tuple or list positional arguments, and any other
-        value a single positional argument.
+        A mapping is converted to keyword arguments, and a tuple or list to positional arguments.
+        Any other value becomes a single positional argument.
 
         Args:
             batch: The item of the data loader.
@@ -322,13 +322,13 @@ class _StageForward:
 class ModelStage:
     """One stage of a model that was divided between its blocks.
 
-    Its forward is the model's own forward, in which placeholders replace the blocks of other
-    stages.
+    The forward of the stage is the forward of the whole model, in which placeholders replace the
+    blocks of other stages.
 
     Args:
         model: The model on this rank, which all stages of the rank share.
         cut: The assignment of the model's blocks to stages.
-        index: The number of this stage, along the model.
+        index: The number of this stage, counted from 0 in the order of the forward.
         view: The modules that replace the blocks of other stages while this stage runs, by block
             name.
         entry: The placeholder that returns the tensor of the previous stage; None in the first
@@ -366,8 +366,8 @@ class ModelStage:
             received: The tensor that the previous stage sent; empty in the first stage.
 
         Returns:
-            The model's output in the last stage; otherwise a tuple with the tensor for the next
-            stage.
+            In the last stage, the model's output. In other stages, a tuple with the tensor for the
+            next stage.
         """
         rest = {key: getattr(self._box, key) for key in self._view}
         self._show(self._view)
@@ -440,7 +440,7 @@ def loss_of(output: Any) -> Tensor:
         output: The output of the model's forward.
 
     Raises:
-        UsageError: The output contains no tensor with one element in these places.
+        UsageError: None of these values is a tensor with one element.
     """
     if (found := loss_in(output)) is not None:
         return found

@@ -21,15 +21,16 @@ TILE_NUMEL = 1 << 16  # elements of the fp32 scratch buffer of a sum
 
 
 class Ties:
-    """Keeps the copies of weights that several pipeline stages share equal.
+    """Synchronizes the weights that several pipeline stages share (tied weights).
 
-    It copies their initial values between the ranks, and sums their gradients in each step.
+    `spread` copies their initial values between the ranks. `add_up` sums their gradients in each
+    step, so that the copies of a weight stay equal.
 
     Args:
         world: The communicator of all ranks.
         mesh: The mesh, which defines the ranks of each pipeline.
         placement: The rank along "pp" of each stage.
-        stages: For each weight of the whole model, the stages that use it, ascending.
+        stages: For each tied weight, the numbers of the stages that use it, in ascending order.
 
     Note:
         Collective: every rank of `world` must construct it.
@@ -59,14 +60,14 @@ class Ties:
 
     @property
     def is_sharing(self) -> bool:
-        """Return whether this rank has a copy of a weight that other ranks have too."""
+        """Return whether this rank has a weight of which other ranks have copies."""
         return self.comm is not None
 
     def is_counted(self, name: str) -> bool:
-        """Return whether this rank's copy of a weight counts in norms and is saved.
+        """Return whether this rank's copy of a weight is counted in norms and saved.
 
-        Of the ranks that share a weight, only the one with the first stage counts it. A weight that
-        is not shared is always counted.
+        Of all ranks that share a weight, only the rank with the first stage counts and saves it. A
+        weight that is not shared is always counted and saved.
 
         Args:
             name: The name of the weight in the whole model.
@@ -78,7 +79,7 @@ class Ties:
 
         Args:
             values: This rank's contiguous shared weights, by name. They are overwritten on all
-                ranks but that of the first stage.
+                ranks except the rank of the first stage that uses the weight.
 
         Note:
             Collective: every rank that shares a weight must call it.

@@ -84,11 +84,12 @@ def simulate(
         backward: Duration of one micro-batch's backward in one stage, in seconds.
 
     Returns:
-        All forwards and backwards with their start and end, and the duration of the step in
-        seconds.
+        A tuple. The first element is a list of all forwards and backwards with their start and end
+        times. The second element is the duration of the step in seconds.
 
     Raises:
-        ScheduleError: The ranks deadlock, or receive messages in another order than they are sent.
+        ScheduleError: The ranks deadlock, or a rank receives messages in an order that differs from
+            the order in which they are sent.
     """
     programs = schedule.programs
     tied = len({schedule.placement[stage] for stage in schedule.tied})

@@ -29,10 +29,11 @@ class Advice:
     """Sizes of a plan, from which `where_steps_went` derives its advice.
 
     Attributes:
-        ahead_numel: Elements gathered ahead of their use.
-        window_numel: Maximum number of gathered elements.
-        largest_numel: Elements of the largest unit.
-        in_place: Whether gathers move nothing, so that waiting means a slower rank.
+        ahead_numel: Number of elements that are gathered before they are needed.
+        window_numel: Maximum number of elements that are gathered at the same time.
+        largest_numel: Number of elements of the largest unit.
+        in_place: Whether gathers move no bytes, because ranks read each other's memory. Waiting for
+            weights is then caused by slower ranks.
     """
 
     ahead_numel: int
@@ -81,11 +82,12 @@ def shares(meter: Meter) -> dict[str, float]:
 def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
     """Return lines of text about how the time of steps was spent.
 
-    Before there are two steps, the only line states that nothing is measured yet.
+    Until two steps have been taken, the only line states that measurement starts with the second
+    step.
 
     Args:
         meter: Measurements of all steps on this rank.
-        advice: Settings and sizes of the plan, from which advice is derived.
+        advice: Sizes of the plan, from which the advice in the lines is derived.
     """
     steps = meter.clock.steps
     if steps <= 0:
@@ -101,9 +103,9 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
 
 
 def what_moved(links: Sequence[MemoryLink]) -> list[str]:
-    """Return lines that report the transfers to each memory outside the device.
+    """Return lines of text that report the transfers between the device and each other memory.
 
-    A line of advice follows if steps wait long for the slowest memory.
+    If steps wait long for the slowest of these memories, the last line gives advice.
 
     Args:
         links: The traffic of this rank to each memory, from `links_of`.
@@ -166,10 +168,11 @@ Travel = Event | TransferEvent
 
 @dataclass
 class Timeline:
-    """Collectives and transfers that were recorded, with their times.
+    """The collectives and the transfers between memories that a rank recorded, with their times.
 
-    Collectives are in the order in which they were waited for, transfers in the order in which they
-    were requested.
+    Attributes:
+        collectives: The recorded collectives, in the order in which the rank waited for them.
+        transfers: The recorded transfers, in the order in which they were requested.
     """
 
     collectives: list[Event] = field(default_factory=list)

@@ -75,11 +75,14 @@ class MemoryLink:
 
 
 def links_of(tiers: Tiers, meter: Meter) -> list[MemoryLink]:
-    """Return the traffic of this rank to each memory outside the device.
+    """Return the traffic of this rank between the device and each other memory.
 
     Args:
         tiers: Memories outside the device, with the counts of their transfers.
-        meter: Measurements of the steps.
+        meter: Measurements of the steps on this rank.
+
+    Returns:
+        One `MemoryLink` for each memory. Its values per step are 0 until two steps have been taken.
     """
     return [
         _link(NAMES[tier], each.reserved_bytes, each.traffic, meter)

@@ -45,13 +45,13 @@ SMALLEST_BYTES = 1024  # minimum size of a traced storage
 
 @dataclass
 class MemoryTrace:
-    """Bytes by kind, sampled after each operator that creates or frees memory.
+    """A trace of the memory in use, in bytes by kind, over the operators of a step.
 
     Attributes:
         held: A function that returns the tensors that the engine currently holds, by kind.
         phase: A function that returns the name of the current phase, for example "forward".
-        samples: Bytes by kind, after each operator.
-        marks: For each phase, the index of its first sample, and its name.
+        samples: For each sampled operator, the bytes in use by kind.
+        marks: For each phase, a tuple of the index of its first sample and its name.
     """
 
     held: Held
@@ -64,17 +64,17 @@ class MemoryTrace:
 
     @property
     def peak(self) -> dict[str, int]:
-        """Return the sample with the largest total."""
+        """Return the sample with the largest total: bytes by kind."""
         return max(self.samples, key=lambda sample: sum(sample.values()), default={})
 
     @property
     def peak_bytes(self) -> int:
-        """Return the total bytes of `peak`."""
+        """Return the total number of bytes of the sample `peak`."""
         return sum(self.peak.values())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager that records the memory after each operator of its block."""
+        """Return a context manager that records the memory after operators in its block."""
         with dispatch_mode(self._run):
             yield
         self._forget_gone()
@@ -111,7 +111,7 @@ class MemoryTrace:
             )
 
     def sample(self) -> None:
-        """Record the current bytes by kind."""
+        """Append the bytes that are currently in use, by kind, to `samples`."""
         found: dict[str, int] = {}
         seen = set[int]()
         with without_torch_function():
@@ -129,7 +129,7 @@ class MemoryTrace:
         self.samples.append(found)
 
     def draw(self, path: Path | str, title: str = "Memory over a step") -> None:
-        """Draw bytes over operators, stacked by kind, as a PNG.
+        """Draw the recorded bytes as a PNG: one stacked area per kind, over the operators.
 
         Args:
             path: Path of the PNG file to write.

@@ -65,15 +65,19 @@ def network_links(
 ) -> list[NetworkLink]:
     """Return the bytes that this rank sends between hosts and inside its host.
 
-    The result is empty before there are two steps. Ranks of a host that read each other's memory
-    count as sending inside the host. Compression affects only messages among the ranks over which
-    states are sharded. Sums over replicas and gathers from a second copy are sent uncompressed.
+    Bytes that ranks of a host read from each other's memory count as sent inside the host.
+    Compression affects only messages among the ranks over which states are sharded. Sums over
+    replicas and gathers from a second copy are sent uncompressed.
 
     Args:
         plan: Plan of the run, which has the sizes of messages.
         meter: Counts of the bytes that this rank sent.
-        line: Bandwidth between hosts, if it is known.
+        line: Bandwidth between hosts; None if it is unknown.
         comm_ctx: The communicators of the shard group.
+
+    Returns:
+        A list with one `NetworkLink` for the bytes between hosts and one for those inside this
+        host. A link without bytes is omitted. The list is empty until two steps have been taken.
     """
     steps = meter.counted_steps
     if steps <= 0:

@@ -127,7 +127,7 @@ def strip_of(actions: Sequence[Action]) -> Strip:
 def draw(plan: Plan, path: Path | str) -> None:
     """Draw a plan as a PNG: the bytes of each unit, and when the unit is used.
 
-    With several axes, the mesh and the schedule of the pipeline are drawn below.
+    If the mesh has several ranks, the mesh and the schedule of the pipeline are drawn below.
 
     Args:
         plan: Plan of the run to draw.
