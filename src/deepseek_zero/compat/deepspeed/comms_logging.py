@@ -115,6 +115,14 @@ class CommsLogger:
         """Log only the calls of operations in `prof_ops`."""
         self.prof_all = False
 
+    def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Add operations to `prof_ops`."""
+        self.prof_ops = sorted({*self.prof_ops, *op_name_list})
+
+    def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Remove operations from `prof_ops`."""
+        self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
+
     def wants(self, name: str, asked: bool = False) -> bool:
         """Return whether a call should be logged.
 

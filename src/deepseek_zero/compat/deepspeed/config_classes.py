@@ -32,6 +32,7 @@ from .constants import OffloadDeviceEnum, ZeroStageEnum
 Given = Mapping[str, Any]  # a configuration, or a section of it
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+DEFAULT_LEAF_CLASSES = list(MOE_BLOCKS)
 
 
 class DeepSpeedConfigModel(BaseModel):
@@ -131,7 +132,7 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     A string is the same as a list with one element.
     """
 
-    classes: list[str] = list(MOE_BLOCKS)
+    classes: list[str] = DEFAULT_LEAF_CLASSES
     names: list[str] = []
     name_suffixes: list[str] = []
 
@@ -462,6 +463,17 @@ class CompileConfig(DeepSpeedConfigModel):
     deepcompile: bool = False
 
 
+class HybridEngineConfig(DeepSpeedConfigModel):
+    """Settings for the hybrid engine (section `hybrid_engine`)."""
+
+    enabled: bool = False
+    max_out_tokens: int = 512
+    inference_tp_size: int = 1
+    release_inference_cache: bool = False
+    pin_parameters: bool = True
+    tp_gather_partition_size: int = 8
+
+
 class ValidationMode:
     """Whether ranks that save under different tags log a warning, raise, or do neither."""
 
@@ -494,6 +506,25 @@ class DtypeEnum(Enum):
 # -- readers of single keys
 
 
+def get_scalar_param(
+    param_dict: Mapping[str, Any], param_name: str, param_default_value: Any
+) -> Any:
+    """Return the value of a key, or the default if it is missing.
+
+    Args:
+        param_dict: Section of the configuration to read.
+        param_name: Key to look up in the section.
+        param_default_value: Value to return if the key is missing.
+
+    Returns:
+        The value in `param_dict`, or `param_default_value`.
+    """
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param
+
+
 def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dict of the pairs of a JSON object; for `object_pairs_hook`.
 
@@ -506,7 +537,25 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> 
     return dict(ordered_pairs)
 
 
-# Keys of the configuration and their defaults. DeepSpeedConfig has the key `a.b` as `a_b`.
+def get_config_default(config: type[BaseModel], field_name: str) -> Any:
+    """Return the default of a field of a section.
+
+    Args:
+        config: Class of the section.
+        field_name: Name of the field, which must not be required.
+
+    Returns:
+        The default value of the field.
+    """
+    assert field_name in config.model_fields, f"'{field_name}' is not a field in {config}"
+    field = config.model_fields[field_name]
+    assert not field.is_required(), (
+        f"'{field_name}' is a required field and does not have a default value"
+    )
+    return field.get_default(call_default_factory=True)
+
+
+# Keys of the configuration and their defaults. The function `get_a_b` reads the key `a.b`.
 KEYS: dict[str, Any] = {
     "train_batch_size": None,
     "train_micro_batch_size_per_gpu": None,
@@ -523,6 +572,7 @@ KEYS: dict[str, Any] = {
     "torch_autocast.lower_precision_safe_modules": None,
     "optimizer.type": None,
     "optimizer.params": None,
+    "optimizer.params.max_grad_norm": None,
     "optimizer.legacy_fusion": False,
     "zero_allow_untested_optimizer": False,
     "zero_force_ds_cpu_optimizer": True,
@@ -534,11 +584,7 @@ KEYS: dict[str, Any] = {
     "dataloader_drop_last": False,
     "log_level": None,
     "checkpoint": {},
-    "checkpoint.load_universal": False,
-    "checkpoint.use_node_local_storage": False,
-    "data_types.grad_accum_dtype": None,
-    "data_types.param_dtype": None,
-    "data_types.buffer_dtype": None,
+    "data_types": {},
     "aio": {},
     "timers": {},
     "tensor_parallel": {},
@@ -546,17 +592,15 @@ KEYS: dict[str, Any] = {
     "data_efficiency": {},
     "data_efficiency.enabled": False,
 }
-# Keys whose attribute has another name
+# Keys whose function has another name
 NAMES = {
+    "torch_autocast.lower_precision_safe_modules": "lower_precision_safe_modules",
     "optimizer.type": "optimizer_name",
+    "optimizer.params.max_grad_norm": "optimizer_gradient_clipping",
     "scheduler.type": "scheduler_name",
-    "use_data_before_expert_parallelism": "use_data_before_expert_parallel_",
-    "checkpoint": "checkpoint_config",
-    "checkpoint.load_universal": "load_universal_checkpoint",
-    "checkpoint.use_node_local_storage": "use_node_local_storage",
-    "data_types.grad_accum_dtype": "grad_accum_dtype",
-    "data_types.param_dtype": "param_dtype",
-    "data_types.buffer_dtype": "buffer_dtype",
+    "use_data_before_expert_parallelism": "expert_data_topo_config",
+    "checkpoint": "checkpoint_params",
+    "data_types": "data_types_params",
     "aio": "aio_config",
     "timers": "timers_config",
     "tensor_parallel": "tensor_parallel_config",
@@ -572,6 +616,18 @@ def _key(path: str, default: Any, param_dict: Given) -> Any:
             return default
         found = found[name]
     return found
+
+
+_FUNCTIONS = {
+    f"get_{NAMES.get(path) or path.replace('.', '_')}": partial(_key, path, default)
+    for path, default in KEYS.items()
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def get_gradient_allreduce_op(param_dict: Given) -> str:
@@ -641,6 +697,11 @@ def get_monitor_config(param_dict: Given) -> DeepSpeedMonitorConfig:
     )
 
 
+def get_hybrid_engine_config(param_dict: Given) -> HybridEngineConfig:
+    """Return the section `hybrid_engine` of a configuration with its defaults."""
+    return HybridEngineConfig(**param_dict.get("hybrid_engine", {}))
+
+
 def get_pipeline_config(param_dict: Given) -> dict[str, Any]:
     """Return the section `pipeline` with its defaults."""
     defaults: dict[str, Any] = {
@@ -694,9 +755,18 @@ _SECTIONS: dict[str, Callable[[Given], Any]] = {
     "float16_config": get_float16_config,
     "bfloat16_config": get_bfloat16_config,
     "torch_autocast_dtype": get_torch_autocast_dtype,
+    "torch_autocast_lower_precision_safe_modules": _FUNCTIONS["get_lower_precision_safe_modules"],
     "flops_profiler_config": DeepSpeedFlopsProfilerConfig,
+    "hybrid_engine": get_hybrid_engine_config,
     "pipeline": get_pipeline_config,
     "compile_config": lambda given: CompileConfig(**given.get("compile", {})),
+    "load_universal_checkpoint": partial(_key, "checkpoint.load_universal", False),
+    "use_node_local_storage": partial(_key, "checkpoint.use_node_local_storage", False),
+    "checkpoint_config": _FUNCTIONS["get_checkpoint_params"],
+    "grad_accum_dtype": partial(_key, "data_types.grad_accum_dtype", None),
+    "param_dtype": partial(_key, "data_types.param_dtype", None),
+    "buffer_dtype": partial(_key, "data_types.buffer_dtype", None),
+    "use_data_before_expert_parallel_": _FUNCTIONS["get_expert_data_topo_config"],
 }
 
 
@@ -742,11 +812,8 @@ class DeepSpeedConfig:
         self._refuse_contradictions()
 
     def _read_sections(self, given: Given) -> None:
-        for path, default in KEYS.items():
-            name = NAMES.get(path) or path.replace(".", "_")
-            setattr(self, name, _key(path, default, given))
-        for name, function in _SECTIONS.items():
-            setattr(self, name, function(given))
+        for name, function in (_FUNCTIONS | _SECTIONS).items():
+            setattr(self, name.removeprefix("get_"), function(given))
         self.zero_optimization_stage = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
         self.wall_clock_breakdown = self.wall_clock_breakdown or self.flops_profiler_config.enabled

@@ -144,6 +144,11 @@ class NamedOptimizer(ShardedOptimizer):
         """Return whether a program that calls autograd itself must scale its loss."""
         return self.scaler is not None
 
+    def scale_if_loss(self, value: Any) -> Any:
+        """Return a loss times the scale, and any other value unchanged."""
+        is_loss = isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
+        return value * self.loss_scale if is_loss else value
+
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """Return the updated parameters of each group, whatever their dtype."""

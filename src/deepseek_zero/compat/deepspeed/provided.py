@@ -287,9 +287,19 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.config": {
         "deepseek_zero": "DeepSpeedConfigError",
         "deepseek_zero.compat.deepspeed.config_classes": (
-            "DeepSpeedConfig DtypeEnum get_checkpoint_tag_validation_mode "
-            "get_communication_data_type get_gradient_allreduce_op get_pipeline_config "
-            "get_torch_autocast_dtype"
+            "DeepSpeedConfig DtypeEnum get_checkpoint_params get_checkpoint_tag_validation_mode "
+            "get_communication_data_type get_data_types_params get_dataloader_drop_last "
+            "get_disable_allgather get_disable_python_gc get_dump_state "
+            "get_expert_data_topo_config get_expert_parallel_config "
+            "get_gradient_accumulation_steps get_gradient_allreduce_op get_gradient_clipping "
+            "get_gradient_predivide_factor get_hybrid_engine_config get_log_level "
+            "get_lower_precision_safe_modules get_managed_gradient_accumulation "
+            "get_memory_breakdown get_optimizer_gradient_clipping get_optimizer_legacy_fusion "
+            "get_optimizer_name get_optimizer_params get_pipeline_config get_prescale_gradients "
+            "get_scheduler_name get_scheduler_params get_steps_per_print get_torch_autocast_dtype "
+            "get_torch_autocast_enabled get_train_batch_size get_train_micro_batch_size_per_gpu "
+            "get_wall_clock_breakdown get_zero_allow_untested_optimizer "
+            "get_zero_force_ds_cpu_optimizer HybridEngineConfig"
         ),
         "deepseek_zero.compat.deepspeed.constants": (
             "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
@@ -298,14 +308,22 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.config_utils": {
         "deepseek_zero.compat.deepspeed.config_classes": (
-            "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys"
+            "DeepSpeedConfigModel dict_raise_error_on_duplicate_keys get_config_default "
+            "get_dict_param get_list_param get_scalar_param"
         ),
     },
     "deepspeed.runtime.constants": {
         "deepseek_zero.compat.deepspeed.config_classes": "ValidationMode",
     },
     "deepspeed.runtime.data_pipeline.config": {
-        "deepseek_zero.compat.deepspeed.data_pipeline.config": "get_data_efficiency_config",
+        "deepseek_zero.compat.deepspeed.data_pipeline.config": (
+            "get_curriculum_learning get_curriculum_learning_enabled "
+            "get_curriculum_learning_params get_data_efficiency_config get_data_efficiency_enabled "
+            "get_data_efficiency_seed get_data_routing get_data_routing_enabled get_data_sampling "
+            "get_data_sampling_enabled get_data_sampling_num_epochs get_data_sampling_num_workers "
+            "get_data_sampling_pin_memory get_dynamic_batching get_random_ltd "
+            "get_random_ltd_enabled get_random_ltd_params"
+        ),
     },
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": {
         "deepseek_zero.compat.deepspeed.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
@@ -396,11 +414,13 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.utils": {
         "deepseek_zero.compat.deepspeed.pipe": "partition_balanced partition_uniform",
         "deepseek_zero.compat.deepspeed.runtime_utils": (
-            "call_to_str CheckOverflow clip_grad_norm_ clip_tensors_by_global_norm "
-            "count_used_parameters_in_backward DummyOptim empty_cache get_flattened_grad_norm "
-            "get_global_norm get_global_norm_of_tensors get_tensor_bytes get_weight_norm "
-            "has_inf_or_nan is_invalid_grad_norm is_model_parallel_parameter "
-            "mask_nan_or_inf_with_val_inplace noop_context PartitionedTensor prefix_sum_inc"
+            "align_dense_tensors call_to_str CheckOverflow clip_grad_norm_ "
+            "clip_tensors_by_global_norm copy_to_device count_used_parameters_in_backward "
+            "DummyOptim empty_cache filter_empty_parameters get_flattened_grad_norm "
+            "get_global_norm get_global_norm_of_tensors get_grad_zeros get_inactive_params "
+            "get_ma_status get_only_unique_item get_tensor_bytes get_weight_norm has_inf_or_nan "
+            "is_invalid_grad_norm is_model_parallel_parameter mask_nan_or_inf_with_val_inplace "
+            "memory_status noop_context PartitionedTensor prefix_sum_inc"
         ),
         "deepseek_zero.compat.deepspeed.utils": (
             "clone_tensors_for_torch_save ensure_directory_exists move_to_device noop_decorator "

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ...base.device import backward_id, count_reached, default_device
+from ...api.utils import see_memory_usage
+from ...base.device import allocated_bytes, backward_id, count_reached, default_device
 from ...base.errors import CheckpointError
+from ...base.nested import map_inputs
 from . import groups
 from .moe import is_moe_param
 from .pipe import partition_uniform
@@ -64,12 +66,63 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     return f"{base}({', '.join([*map(repr, args), *named])})"
 
 
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """Return the value that all items have.
+
+    Raises:
+        RuntimeError: The items differ, or there is none.
+    """
+    found = set(items)
+    if len(found) != 1:
+        raise RuntimeError(f"expected there to be only one unique element in {items}")
+    return found.pop()
+
+
+def filter_empty_parameters(params: Any) -> Any:
+    """Return a list of parameters or groups without the parameters that have no elements."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        return params
+    return [
+        {**each, "params": [param for param in each["params"] if param.numel()]}
+        if isinstance(each, dict)
+        else each
+        for each in params
+        if isinstance(each, dict) or not isinstance(each, Tensor) or each.numel()
+    ]
+
+
+def get_inactive_params(param_list: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that are sharded at stage 3 and not gathered now."""
+    return [
+        param
+        for param in param_list
+        if getattr(getattr(param, "ds_status", None), "name", "") == "NOT_AVAILABLE"
+    ]
+
+
 def is_model_parallel_parameter(p: Any) -> bool:
     """Return whether a parameter is a shard of a tensor-parallel layer.
 
     The parameter then has a true attribute `model_parallel` or `tensor_model_parallel`.
     """
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
+    """Copy the tensors that meet a criterion in nested lists, tuples and dicts.
+
+    Args:
+        item: Tensor, or nested lists, tuples and dicts of tensors.
+        device: Device of the copies.
+        criterion_func: Function that returns whether an item is copied.
+
+    Returns:
+        The same structure; items that do not meet the criterion are the originals.
+    """
+    return map_inputs(
+        item,
+        lambda tensor: tensor.detach().to(device, copy=True) if criterion_func(tensor) else tensor,
+    )
 
 
 def get_tensor_bytes(item: Any) -> int:
@@ -191,6 +244,27 @@ def get_flattened_grad_norm(
                 grad[start:stop] = 0
         grads.append(grad)
     return _valid(_norm_of(grads, float(norm_type), mpu))
+
+
+def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
+    """Return the number of zeros in the gradients of parameters.
+
+    Args:
+        parameters: One or more parameters.
+        mpu: Model-parallel unit over whose ranks the zeros are counted.
+
+    Returns:
+        The number of zeros, over all model-parallel ranks.
+
+    Note:
+        Collective: every model-parallel rank of `mpu` must call it.
+    """
+    grads = [param.grad for param in _own(_each(parameters), mpu) if param.grad is not None]
+    zeros = torch.tensor(
+        float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads))
+    )
+    group = mpu.get_model_parallel_group() if mpu is not None else None
+    return float(_sum_over(zeros, group))
 
 
 def get_global_norm_of_tensors(
@@ -457,6 +531,40 @@ def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> li
     starts = [rank * part.numel() for part in parts]
     rows = zip(parts, starts, flats, strict=True)
     return [part[: max(0, flat.numel() - start)] for part, start, flat in rows]
+
+
+def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
+    """Append a tensor of zeros so that the total number of elements is a multiple of `alignment`.
+
+    Args:
+        tensor_list: At least one tensor.
+        alignment: The divisor, in elements.
+
+    Returns:
+        The same tensors, and a flat tensor of zeros if the total is not a multiple yet.
+    """
+    missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
+    return [*tensor_list, *([tensor_list[0].new_zeros(missing)] if missing else [])]
+
+
+# -- memory
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Log this process's memory.
+
+    Args:
+        msg: Text of the log.
+        print_rank: Rank that logs; -1 for all.
+        reset_max: Ignored.
+    """
+    if print_rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
+        see_memory_usage(msg, force=True)
+
+
+def get_ma_status() -> int:
+    """Return the number of allocated bytes on the device."""
+    return allocated_bytes(default_device())
 
 
 def empty_cache() -> None:

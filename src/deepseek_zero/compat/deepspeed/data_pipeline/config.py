@@ -1,78 +1,138 @@
-"""Read the section `data_efficiency` and fill in DeepSpeed's defaults."""
+"""Read the section `data_efficiency` and fill in DeepSpeed's defaults.
+
+Each function takes the dictionary that contains its section and does not change it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ....base.errors import UsageError
 
-Section = dict[str, Any]
+Given = Mapping[str, Any]
 
-# Defaults, which also give the types of the values
-SECTION = {"enabled": False, "seed": 1234}
-SAMPLING = {"enabled": False, "num_epochs": 1000, "num_workers": 0, "pin_memory": False}
-ROUTING = {"enabled": False}
-BATCHING: Section = {
-    "enabled": False,
-    "lr_scaling_method": "linear",
-    "min_batch_size": 1,
-    "max_batch_size": None,
-    "sequence_picking_order": "dataloader",
-    "verbose": False,
+# DeepSpeed's function -> the section, the key in it, the default, which also gives the type
+SCALARS: dict[str, tuple[str, str, Any]] = {
+    "get_data_efficiency_enabled": ("data_efficiency", "enabled", False),
+    "get_data_efficiency_seed": ("data_efficiency", "seed", 1234),
+    "get_data_sampling_enabled": ("data_sampling", "enabled", False),
+    "get_data_sampling_num_epochs": ("data_sampling", "num_epochs", 1000),
+    "get_data_sampling_num_workers": ("data_sampling", "num_workers", 0),
+    "get_data_sampling_pin_memory": ("data_sampling", "pin_memory", False),
+    "get_curriculum_learning_enabled": ("curriculum_learning", "enabled", False),
+    "get_data_routing_enabled": ("data_routing", "enabled", False),
+    "get_random_ltd_enabled": ("random_ltd", "enabled", False),
 }
 
 
-def get_data_efficiency_config(param_dict: Mapping[str, Any]) -> Section:
-    """Return the section `data_efficiency` of a configuration with all defaults.
+def _scalar(section: str, key: str, default: Any, param_dict: Given) -> Any:
+    return type(default)(_part(param_dict, section).get(key, default))
 
-    Args:
-        param_dict: The configuration, which is not changed.
 
-    Returns:
-        The section, whose sections `data_sampling` and `data_routing` are complete, too.
+def _params(section: str, param_dict: Given) -> dict[str, Any]:
+    """Return a section without "enabled"."""
+    return {key: value for key, value in _part(param_dict, section).items() if key != "enabled"}
+
+
+_FUNCTIONS: dict[str, Any] = {name: partial(_scalar, *row) for name, row in SCALARS.items()} | {
+    "get_curriculum_learning_params": partial(_params, "curriculum_learning"),
+    "get_random_ltd_params": partial(_params, "random_ltd"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _scalars(section: str, param_dict: Given) -> dict[str, Any]:
+    """Return the values of SCALARS in a section."""
+    rows = [row for row in SCALARS.values() if row[0] == section]
+    return {row[1]: _scalar(*row, param_dict) for row in rows}
+
+
+def get_data_efficiency_config(param_dict: Given) -> dict[str, Any]:
+    """Return the section `data_efficiency` of a configuration with all defaults."""
+    given = _part(param_dict, "data_efficiency")
+    return {
+        **_scalars("data_efficiency", param_dict),
+        "data_sampling": get_data_sampling(given),
+        "data_routing": get_data_routing(given),
+    }
+
+
+def get_data_sampling(param_dict: Given) -> dict[str, Any]:
+    """Return the section about data sampling with its defaults."""
+    given = _part(param_dict, "data_sampling")
+    return {
+        **given,
+        **_scalars("data_sampling", param_dict),
+        "curriculum_learning": get_curriculum_learning(given),
+        "dynamic_batching": get_dynamic_batching(given),
+    }
+
+
+def get_curriculum_learning(param_dict: Given) -> dict[str, Any]:
+    """Return the section `curriculum_learning`.
 
     Raises:
-        UsageError: A section is not a dictionary, or lacks a required key.
+        UsageError: It is enabled and has no metric.
     """
-    found = _section(param_dict, "data_efficiency", SECTION)
-    sampling = _section(found, "data_sampling", SAMPLING)
-    sampling["curriculum_learning"] = _curriculum(_section(sampling, "curriculum_learning", {}))
-    sampling["dynamic_batching"] = _batching(_section(sampling, "dynamic_batching", {}))
-    routing = _section(found, "data_routing", ROUTING)
-    routing["random_ltd"] = _random_ltd(_section(routing, "random_ltd", {}))
-    return {**found, "data_sampling": sampling, "data_routing": routing}
-
-
-def _section(given: Mapping[str, Any], name: str, defaults: Mapping[str, Any]) -> Section:
-    part = given.get(name, {})
-    if not isinstance(part, Mapping):
-        raise UsageError(
-            f"{name} is {part!r}, which is no section.", fix=f'write an object: "{name}": {{...}}.'
-        )
-    return {**part} | {key: type(own)(part.get(key, own)) for key, own in defaults.items()}
-
-
-def _curriculum(given: Section) -> Section:
-    if not given.get("enabled", False):
+    if not _part(param_dict, "curriculum_learning").get("enabled", False):
         return {"enabled": False}
-    if not isinstance(given.get("curriculum_metrics"), Mapping) or not given["curriculum_metrics"]:
+    found = _params("curriculum_learning", param_dict)
+    if not isinstance(found.get("curriculum_metrics"), Mapping) or not found["curriculum_metrics"]:
         raise UsageError(
             "Curriculum learning is enabled, curriculum_metrics must be specified.",
             "A curriculum is a schedule of difficulties, each of a metric.",
             "name one in data_efficiency.data_sampling.curriculum_learning.curriculum_metrics.",
         )
-    return {**given, "enabled": True}
+    return {"enabled": True, **found}
 
 
-def _batching(given: Section) -> Section:
-    if given.get("enabled", False) and "max_tokens" not in given:
+def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
+    """Return the section `dynamic_batching`.
+
+    Raises:
+        UsageError: It is enabled and `max_tokens` is missing.
+    """
+    found: dict[str, Any] = {
+        "enabled": False,
+        "lr_scaling_method": "linear",
+        "min_batch_size": 1,
+        "max_batch_size": None,
+        "sequence_picking_order": "dataloader",
+        "verbose": False,
+        **_part(param_dict, "dynamic_batching"),
+    }
+    if found["enabled"] and "max_tokens" not in found:
         raise UsageError(
             "Dynamic batching is enabled, so max_tokens must be specified.", fix="state max_tokens."
         )
-    return {**BATCHING, **given}
+    return found
 
 
-def _random_ltd(given: Section) -> Section:
-    found: Section = {"enabled": False, "layer_token_lr_schedule": {"enabled": False}}
-    return found | given | {"enabled": True} if given.get("enabled", False) else found
+def get_data_routing(param_dict: Given) -> dict[str, Any]:
+    """Return the section about data routing with its defaults."""
+    given = _part(param_dict, "data_routing")
+    return {**_scalars("data_routing", param_dict), "random_ltd": get_random_ltd(given)}
+
+
+def get_random_ltd(param_dict: Given) -> dict[str, Any]:
+    """Return the section about random layer token dropping with its defaults."""
+    found: dict[str, Any] = {"enabled": False, "layer_token_lr_schedule": {"enabled": False}}
+    if _part(param_dict, "random_ltd").get("enabled", False):
+        found |= {"enabled": True, **_params("random_ltd", param_dict)}
+    return found
+
+
+def _part(given: Given, name: str) -> Given:
+    part = given.get(name, {})
+    if not isinstance(part, Mapping):
+        raise UsageError(
+            f"{name} is {part!r}, which is no section.", fix=f'write an object: "{name}": {{...}}.'
+        )
+    return part
