@@ -178,7 +178,7 @@ class FieldRow:
         default: The default value.
         sentence: One sentence that states the meaning of the key.
         status: Whether the key changes the run, or is accepted without effect.
-        reason: The reason why a key without effect has none.
+        reason: The reason why the key has no effect; empty for a key that changes the run.
         unit: The unit of the value.
         example: A valid value other than the default. A key of type bool needs no example.
         auto: How the value is chosen if the key is missing, null or "auto".

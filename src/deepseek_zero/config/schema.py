@@ -1542,7 +1542,7 @@ class Config(Section):
 
     @property
     def batch(self) -> Batch:
-        """Return the train batch size, the micro-batch size and the accumulation steps."""
+        """Return a `Batch` with the train batch size, micro-batch size and accumulation steps."""
         return Batch(
             train=self.train_batch_size,
             micro=self.train_micro_batch_size_per_gpu,

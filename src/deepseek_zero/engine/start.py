@@ -221,7 +221,7 @@ def plan(
     leaf_modules: Sequence[str] = (),
     example: Any = None,
 ) -> Plan:
-    """Return the plan of one rank: units, layouts, schedule, updates and bytes.
+    """Return the plan of one rank: units, layouts, schedule, updates, memory and traffic.
 
     `initialize` makes the same plan for the same model and configuration. This function allocates
     no states and needs no process group, so any machine can compute the plan of any rank.

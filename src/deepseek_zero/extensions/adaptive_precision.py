@@ -155,11 +155,14 @@ class AdaptivePrecision(UpdatePolicy):
         self._scaler = optimizer.scaler
 
     def before_update(self, verdict: Verdict) -> None:
-        """Examine each unit's gradient in the last step of a window of steps.
+        """Measure how well fp16 can represent the gradient of each unit.
+
+        The gradients are measured only in the last step of a window of steps. `after_update` uses
+        the result to change the precision of units.
 
         Args:
             verdict: The gradient norm and the other facts that all ranks agreed on. Nothing is
-                examined if the norm is not finite.
+                measured if the norm is not finite.
 
         Note:
             Collective in the last step of a window: every rank must call it.
@@ -241,8 +244,8 @@ class AdaptivePrecision(UpdatePolicy):
         """Return the state for a checkpoint.
 
         Returns:
-            A dict with the counters that decide future changes of precision, and with the list of
-            all changes so far.
+            A dict with the counters that decide future changes of precision, and with a list of all
+            changes that have been made.
         """
         return {
             "steps": self._steps,
@@ -269,7 +272,7 @@ class AdaptivePrecision(UpdatePolicy):
         self.decisions = [PrecisionChange(**each) for each in state["decisions"]]
 
     def explain(self) -> list[str]:
-        """Return lines of text for `engine.explain`: the units in fp32, and all changes so far."""
+        """Return lines for `engine.explain`: the units in fp32, and all changes of precision."""
         lifted = ", ".join(f"'{name}'" for name in self.promoted) or "no unit"
         lines = [f'precision "auto": {lifted} in fp32; decided every {self.window} steps']
         return lines + [f"  {each}" for each in self.decisions]

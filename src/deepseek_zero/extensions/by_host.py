@@ -133,8 +133,8 @@ class TwoHops(Route):
 
         Args:
             full: The output, with this rank's slice in place.
-            lane: The name of the ordered sequence of collectives to which this one belongs.
-            comm_ctx: The context of the ranks of the shard group.
+            lane: The name of the ordered sequence of collectives to which this all-gather belongs.
+            comm_ctx: The `CommContext` of the shard group.
             what: The name of the unit, used in error messages.
 
         Returns:

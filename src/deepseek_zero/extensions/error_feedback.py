@@ -134,11 +134,12 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._updater = optimizer.updater
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """Set the errors to zero if they are due for a reset, and adapt them to the loss scale.
+        """Set the errors to zero after a skipped step or a reset interval, and rescale them.
 
         Args:
-            result: The result of the step. The errors are set to zero if the step was skipped.
-            rescale: The new loss scale divided by the old one.
+            result: The result of the step, including whether the step was skipped.
+            rescale: The new loss scale divided by the old one. Errors are multiplied by this
+                factor.
         """
         every = self._feedback.reset_every
         is_reset = every is not None and self._updater.updates % every == 0

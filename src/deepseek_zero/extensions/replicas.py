@@ -43,7 +43,7 @@ class SumOverReplicas(GradReduction):
         return False
 
     def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Start to reduce this rank's slice within its replica.
+        """Start to reduce the gradients of this replica into this rank's slice.
 
         At stage 0 every rank needs all slices. `complete` gathers the slices of the other ranks.
 

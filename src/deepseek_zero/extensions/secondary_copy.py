@@ -58,7 +58,10 @@ class SecondaryCopy(WeightGather):
         return weight
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start to gather the weight from the second copy; from all ranks if the copy is outdated.
+        """Start to gather the weight from the second copy.
+
+        If the weight has changed since the last gather, it is gathered from all ranks of the shard
+        group instead, and the second copy is filled with the result.
 
         Args:
             whole: The output, which receives all elements of the weight.

@@ -197,10 +197,10 @@ class SpeculativeUpdate(UpdatePolicy):
     def chosen(self) -> frozenset[int]:
         """Return the numbers of the units that are updated during backward.
 
-        These are the first units of the model whose bytes fit the undo log together, for two
-        reasons. Backward computes their gradients last, when most activations have been freed and
-        there is memory for the log. The next forward needs them first, when no computation can hide
-        their update yet. The remaining units are updated when that forward reaches them.
+        The first units of the model are chosen, as many as fit into the undo log together. There
+        are two reasons to prefer the first units. Backward computes their gradients last, when most
+        activations have been freed and there is memory for the log. The next forward needs these
+        units first, so their updates could not overlap with any computation of that forward.
         """
         if self._chosen is None:
             found = set()
@@ -254,7 +254,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self.conclude(None)
 
     def flush(self) -> None:
-        """Undo all updates that ran during backward, and start no more of them in this step.
+        """Undo all updates that ran during backward, and start no further ones in this step.
 
         This method is called before a program reads a state in the middle of a step.
         """

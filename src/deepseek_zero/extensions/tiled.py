@@ -28,7 +28,7 @@ class TiledLinear(nn.Module):
 
     Tiles are ``linears[row][column]``. At stage 3 with ``stage3_max_live_parameters=0``, one tile
     is gathered at a time. By default the next tile is prefetched, and tiles stay gathered from
-    forward to backward if they fit into the limit.
+    forward to backward if they fit into this limit of live parameters.
 
     Args:
         in_features: Size of the last dimension of the input.

@@ -66,13 +66,13 @@ class Lamb(Optimizer):
 
     For a parameter p with the moments m and v of Adam (corrected for their bias if
     `bias_correction` is true), the update is ``r = m / (sqrt(v) + eps) + weight_decay * p`` and ``p
-    = p - lr * clamp(|p| / |r|, min_coeff, max_coeff) * r``. Norms are computed over the whole
-    parameter. If either norm is 0, the clamped trust ratio is replaced by 1. The state of a
-    parameter consists of `step`, `exp_avg` and `exp_avg_sq`.
+    = p - lr * clamp(|p| / |r|, min_coeff, max_coeff) * r``. The clamped ratio of the two norms is
+    the trust ratio. Norms are computed over the whole parameter. If either norm is 0, the trust
+    ratio is 1. The state of a parameter consists of `step`, `exp_avg` and `exp_avg_sq`.
 
     Args:
         params: Parameters or parameter groups.
-        lr: The learning rate, which also multiplies the trust ratio.
+        lr: The learning rate, by which the trust ratio is multiplied.
         settings: The other fields of `LambSettings`, as keyword arguments.
 
     Raises:

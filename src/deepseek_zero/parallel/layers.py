@@ -170,7 +170,7 @@ class TensorAxis:
 
     Args:
         group: The collectives of the tensor-parallel ranks.
-        streams: The random-number streams of this rank, or None if the model draws none.
+        streams: The random-number streams of this rank; None if the model uses no random numbers.
 
     Attributes:
         splits_loss: Whether the loss of the current forward reads logits that are split over the
@@ -202,8 +202,8 @@ class TensorAxis:
             outputs, or of all outputs.
 
         Note:
-            Collective if outputs or tokens are gathered. Backward sums the gradient of `x` over the
-            ranks.
+            Collective if outputs or tokens are gathered: every rank must call it. Backward sums the
+            gradient of `x` over the ranks.
         """
         entered = self._enter(layer, x)
         part = layer.part
@@ -344,7 +344,7 @@ class TensorAxis:
         return read
 
     def enter_tokens(self) -> None:
-        """Switch to this rank's own random stream, because ranks now compute different tokens."""
+        """Switch to the random stream of this rank, before ranks compute different tokens."""
         if self.streams is not None:
             self.streams.forget()  # state of a recomputation that stopped early
             self.streams.enter()
@@ -376,7 +376,7 @@ class TensorAxis:
         return found
 
     def leave(self) -> None:
-        """Switch back to the random stream of all ranks, and free the inputs of column layers."""
+        """Switch back to the shared random stream, and free the inputs of column layers."""
         self._forget()
         if self.streams is not None:
             self.streams.leave()

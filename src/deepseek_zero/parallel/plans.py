@@ -141,7 +141,7 @@ class Choice:
 
 @dataclass
 class ParallelPlan:
-    """Which layers of a model are split over the tensor-parallel ranks, and how.
+    """Describes which layers of a model are split over the tensor-parallel ranks, and how.
 
     Attributes:
         ranks: The number of tensor-parallel ranks.

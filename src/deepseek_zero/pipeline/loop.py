@@ -474,7 +474,7 @@ class PlainLoop:
             )
 
     def refuse_begun(self) -> None:
-        """Raise an error if the step already has gradients, because `train_batch` runs all of it.
+        """Raise an error if a step has already begun, because `train_batch` runs a whole step.
 
         Raises:
             UsageError: Gradients are accumulated already, or each rank receives its own batch.
@@ -491,7 +491,7 @@ class PlainLoop:
     def forget(self) -> None:
         """Discard the record of all forward calls of the step.
 
-        It is called after the gradients of these calls have been discarded or used by a step.
+        The method is called after the gradients of these calls were used by a step or discarded.
         """
         self._open.clear()
         self._added = 0

@@ -414,8 +414,8 @@ def tied_stages(ties: Mapping[str, Numbers]) -> Numbers:
 def loss_in(output: Any) -> Tensor | None:
     """Return the loss in a model's output as a scalar, or None if there is none.
 
-    The loss is the output itself if it is a tensor, its attribute or key `loss`, or the first
-    element of a tuple or list.
+    The loss is the output itself if it is a tensor, or the attribute or key `loss` of the output,
+    or the first element of the output if it is a tuple or list.
 
     Args:
         output: The output of the model's forward.
@@ -433,8 +433,8 @@ def loss_in(output: Any) -> Tensor | None:
 def loss_of(output: Any) -> Tensor:
     """Return the loss in a model's output as a scalar tensor.
 
-    The loss is the output itself if it is a tensor, its attribute or key `loss`, or the first
-    element of a tuple or list.
+    The loss is the output itself if it is a tensor, or the attribute or key `loss` of the output,
+    or the first element of the output if it is a tuple or list.
 
     Args:
         output: The output of the model's forward.

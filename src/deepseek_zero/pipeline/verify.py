@@ -74,9 +74,9 @@ def simulate(
 ) -> tuple[list[TimedAction], float]:
     """Simulate a step of a pipeline schedule, to find its timeline and its duration.
 
-    A receive waits for its send. A send waits if the neighbor has too many messages that it has not
-    received (`PipelineSchedule.in_flight`). The sum of tied gradients waits for all ranks that
-    share weights. Messages, gathers and reductions take no time.
+    A receive waits for the matching send. A send waits while the receiving rank has not received
+    earlier messages, if there are as many as `PipelineSchedule.in_flight` allows. The sum of tied
+    gradients waits for all ranks that share weights. Messages, gathers and reductions take no time.
 
     Args:
         schedule: The schedule to simulate, with the actions of every rank.
