@@ -360,15 +360,17 @@ SECTIONS = {
 class ConfigNames:
     """Reads an engine's configuration, also under the names of DeepSpeed's DeepSpeedConfig."""
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
-        vars(self)["config"] = config
+        object.__setattr__(self, "config", config)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # looked up by copy before there is a configuration
+        if name.startswith("__") or name == "config":  # copy reads them before `__init__`
             raise AttributeError(name)
         if name == "zero_enabled":
             return self.config.zero_optimization.stage > 0
-        return attrgetter(SECTIONS.get(name, name))(vars(self)["config"])
+        return attrgetter(SECTIONS.get(name, name))(self.config)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.config, name, value)  # raises, because a configuration is frozen
