@@ -82,7 +82,8 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
 
     Raises:
         CheckpointError: The checkpoint does not fit the engine or is damaged. It is raised on every
-            rank, and the engine is unchanged.
+            rank. The engine is unchanged if a check before the load fails. If reading the slices
+            fails, the values of the engine are undefined.
 
     Note:
         Collective: every rank must call it.

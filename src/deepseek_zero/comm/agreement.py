@@ -66,6 +66,8 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
     Note:
         Collective: every rank of `comm` must call it.
     """
+    if comm.size == 1:  # nothing to compare, so the values are not formatted
+        return
     texts = {key: shown(value) for key, value in values.items()}
     everyone = _documents_that_differ(comm, texts, what)
     if not everyone:

@@ -19,8 +19,6 @@ from ..sharding.runtime import Runtime
 def compile_units(runtime: Runtime, options: dict[str, Any]) -> list[Callable[[], None]]:
     """Compile the forward of every unit, or of the whole model if it has no units.
 
-    PyTorch does not compile modules of its own classes, such as an nn.Sequential used as a block.
-
     Args:
         runtime: The runtime of the wrapped model; the modules of its units are compiled in place.
         options: The keyword arguments that are passed to `torch.compile`.

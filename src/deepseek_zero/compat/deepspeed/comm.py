@@ -276,12 +276,12 @@ def reset_log() -> None:
 
 
 def has_comm_data() -> bool:
-    """Return whether any call was logged."""
+    """Return whether the communication logger has recorded any communication call."""
     return bool(_comms_logger().has_data())
 
 
 def get_comm_operation_count() -> int:
-    """Return the number of logged calls."""
+    """Return the number of communication calls that the logger has recorded."""
     return int(_comms_logger().get_total_operations())
 
 
