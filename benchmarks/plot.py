@@ -171,10 +171,10 @@ def _message(shown: Sequence[Summary]) -> str:
     for summary in shown:
         value = summary.over_floor("ours-3")
         if value is not None:
-            told.append(f"{value - 1:.0%} ({summary.cell.dtype})".replace("%", " %"))
+            told.append(f"{value:.2f} ({summary.cell.dtype})")
     if not 1 <= len(told) <= 2:
         return "Step time over that of ranks that do not communicate"
-    return f"Sharding at stage 3 adds {' and '.join(told)} to a step"
+    return f"A step at stage 3 takes {' and '.join(told)} times the floor's time"
 
 
 def _bars(summary: Summary) -> list[tuple[str, float]]:
