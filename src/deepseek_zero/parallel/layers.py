@@ -253,7 +253,7 @@ class TensorAxis:
             ids: Indices into the whole table, equal on every rank.
 
         Returns:
-            A tensor of shape (*ids.shape, width), equal on every rank.
+            A tensor of shape ``(*ids.shape, width)``, equal on every rank.
 
         Note:
             Collective: every rank must call it.
@@ -409,7 +409,7 @@ def look_up(
         padding: The padding index in the whole table, or None.
 
     Returns:
-        A tensor of shape (*ids.shape, width); the sum over the ranks is the embedding.
+        A tensor of shape ``(*ids.shape, width)``; the sum over the ranks is the embedding.
     """
     ((start, stop),) = part.weight.ranges[coordinate]
     own = ids - start

@@ -129,7 +129,7 @@ class VirtualAxis:
             ids: Indices into the whole table.
 
         Returns:
-            A tensor of shape (*ids.shape, width).
+            A tensor of shape ``(*ids.shape, width)``.
         """
         weights = blocks(layer.weight, layer.part.weight)
         return _sum(

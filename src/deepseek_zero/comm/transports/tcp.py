@@ -31,4 +31,13 @@ class Tcp(PointToPoint):
         self.links.end_engine(engine)
 
     def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
+        """Start to exchange tensors with other ranks over their connections.
+
+        Args:
+            messages: By rank, the outgoing and the incoming tensor. Empty tensors are not sent.
+            cid: The identity of the collective.
+
+        Returns:
+            A function that waits until all tensors were sent and received.
+        """
         return self.links.start(messages, cid)
