@@ -18,6 +18,15 @@ from .rules import Operations
 Emit = Callable[[Any, Any], Any]  # of LLVM's builder and a vector; returns a vector
 
 
+def _operation(name: str) -> Callable[[Floats, Floats], Floats]:
+    """Return an operator that emits an instruction of LLVM."""
+
+    def operator(self: Floats, other: Floats) -> Floats:
+        return Floats(self.builder, getattr(self.builder, name)(self.value, other.value))
+
+    return operator
+
+
 @dataclass(frozen=True)
 class Floats:
     """A vector of fp32 numbers. Operators emit instructions.
@@ -38,17 +47,10 @@ class Floats:
     def __neg__(self) -> Floats:
         return Floats(self.builder, self.builder.fneg(self.value))
 
-    def __add__(self, other: Floats) -> Floats:
-        return Floats(self.builder, self.builder.fadd(self.value, other.value))
-
-    def __sub__(self, other: Floats) -> Floats:
-        return Floats(self.builder, self.builder.fsub(self.value, other.value))
-
-    def __mul__(self, other: Floats) -> Floats:
-        return Floats(self.builder, self.builder.fmul(self.value, other.value))
-
-    def __truediv__(self, other: Floats) -> Floats:
-        return Floats(self.builder, self.builder.fdiv(self.value, other.value))
+    __add__ = _operation("fadd")
+    __sub__ = _operation("fsub")
+    __mul__ = _operation("fmul")
+    __truediv__ = _operation("fdiv")
 
     def bits(self) -> Any:
         """Return the bits of the numbers, a vector of int32."""

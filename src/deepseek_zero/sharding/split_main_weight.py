@@ -20,7 +20,7 @@ _WRITE_NUMEL = 1 << 20  # elements of one copy before they are split
 
 @dataclass(eq=False)
 class SplitMasterWeight(MasterWeight):
-    """A main weight whose upper halves are the weight, and whose remainders are in `buffer`."""
+    """A main weight of which `weight` has the upper 16 bits and `buffer` has the lower ones."""
 
     is_split: ClassVar[bool] = True
 

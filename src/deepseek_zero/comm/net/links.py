@@ -352,7 +352,7 @@ class Links:
     def dials(self, link: Link) -> bool:
         """Return whether this rank opens the connections of a link.
 
-        Of the two ranks of a link, the one with the higher number opens the connections.
+        The rank with the higher number does.
         """
         return self.rank > link.rank
 

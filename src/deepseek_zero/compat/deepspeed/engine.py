@@ -39,7 +39,6 @@ from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
 from .missing import ENGINE, engine_name_missing, missing_names
 from .moe import has_moe_layers
-from .optimizer import NamedOptimizer
 from .parameters import show_ds_names
 
 # Imported for type checking only, because importing pydantic is slow.
@@ -455,8 +454,6 @@ class DeepSpeedEngine(ZeroEngine):
         is_dropin: bool = False,
     ) -> None:
         super().__init__(config, mesh, parts, lr_scheduler, training_dataloader)
-        if isinstance(self.optimizer, NamedOptimizer):
-            self.optimizer.engine = weakref.ref(self)
         if request is not None:
             self.client_optimizer = request.optimizer
             self.client_lr_scheduler = request.lr_scheduler

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
+from types import MethodType
 from typing import Any
 
 import torch
@@ -94,13 +95,7 @@ State = dict[str, Any]  # of an optimizer, or of one parameter of it
 
 
 class NamedOptimizer(ShardedOptimizer):
-    """The sharded optimizer with DeepSpeed's attributes and methods.
-
-    Attributes:
-        engine: A weak reference to the engine, which sets it.
-    """
-
-    engine: Callable[[], Any] = staticmethod(lambda: None)
+    """The sharded optimizer with DeepSpeed's attributes and methods."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Allocate the object without the constructor of the other base of `_plain_class`."""
@@ -263,6 +258,13 @@ class NamedOptimizer(ShardedOptimizer):
 
     # -- for programs that call the optimizer instead of its engine
 
+    @property
+    def _engine(self) -> Any:
+        """The engine whose `step_now` the optimizer calls."""
+        step_now = self.take_step()
+        assert isinstance(step_now, MethodType), "no engine has the optimizer"
+        return step_now.__self__
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Compute gradients of the loss times the loss scale, as the engine does.
 
@@ -275,7 +277,7 @@ class NamedOptimizer(ShardedOptimizer):
         Note:
             Collective: every rank must call it.
         """
-        self.engine().backward(loss, retain_graph, scale_wrt_gas=False)
+        self._engine.backward(loss, retain_graph, scale_wrt_gas=False)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Release the memory of states, as `offload_states` of the engine does.
@@ -287,7 +289,7 @@ class NamedOptimizer(ShardedOptimizer):
         Note:
             Collective: every rank must call it.
         """
-        self.engine().offload_states(*args, **kwargs)
+        self._engine.offload_states(*args, **kwargs)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Restore the states that `offload_states` moved.
@@ -298,7 +300,7 @@ class NamedOptimizer(ShardedOptimizer):
         Note:
             Collective: every rank must call it.
         """
-        self.engine().reload_states(non_blocking)
+        self._engine.reload_states(non_blocking)
 
     @property
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
