@@ -37,7 +37,10 @@ from deepseek_zero.checkpoint.piece import persistent_buffers
         math.inf,
         torch.bfloat16,
         OrderedDict(x=1),
-        Namespace(lr=0.1, path=Path("a"), device=torch.device("cpu"), tags={"a", (1, 2)}),
+        pytest.param(
+            Namespace(lr=0.1, path=Path("a"), device=torch.device("cpu"), tags={"a", (1, 2)}),
+            id="Namespace",  # the order of a set differs between the processes that collect tests
+        ),
         frozenset({1}),
         [b"\0raw", 1j],
         {"__set__": [1]},
