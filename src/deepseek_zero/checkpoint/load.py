@@ -32,8 +32,9 @@ from ..optim.sharded import ShardedOptimizer
 from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
 from ..sharding.grad_sum import GradSum
-from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
+from ..sharding.param_info import ParamInfo
+from ..sharding.param_ranges import local_range, owned_view
 from ..sharding.regroup import follow_requires_grad, send_as
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
@@ -441,7 +442,7 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
         for member in group.members:
             if reader.has(WEIGHT, piece.name(member)):
                 buffer = group.weight if group.master is None else group.master.buffer
-                start, stop, _ = buffer.local_range(member.slot, group.comm_ctx.comm.rank)
+                start, stop, _ = local_range(buffer, member.slot, group.comm_ctx.comm.rank)
                 yield piece.range_of(WEIGHT, member, "", start, stop)
 
 
@@ -536,7 +537,7 @@ def write_weight(
     device = group.comm_ctx.pool.device
     master = group.master
     buffer = group.weight if master is None else master.buffer
-    start, stop, place = buffer.local_range(member.slot, group.comm_ctx.comm.rank)
+    start, stop, place = local_range(buffer, member.slot, group.comm_ctx.comm.rank)
     if master is not None:
         for low, part in read(start, stop):
             at = place + low - start
@@ -736,7 +737,7 @@ def _restore_kept_gradient(
     low = start - member.slot.start
     high = max(low, stop - member.slot.start)
     group.guard.before_write()
-    view = kept.ensure().owned_view(member.slot, rank)
+    view = owned_view(kept.ensure(), member.slot, rank)
     for at, values in piece.read(reader, kept.saved_as, member, "", low, high):
         view[at - low : at - low + values.numel()].copy_(values)
 

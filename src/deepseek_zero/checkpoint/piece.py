@@ -18,7 +18,7 @@ from ..base.mesh import Mesh, mesh_of
 from ..planner.layout import Shape
 from ..planner.rows import rows_of
 from ..planner.split import split_of
-from ..sharding.group import ParamInfo
+from ..sharding.param_info import ParamInfo
 from ..sharding.runtime import Runtime
 from .boxes import ParamPart, PlacedValues
 from .format import Manifest, StateRange, StateReader

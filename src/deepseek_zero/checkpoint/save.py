@@ -23,7 +23,7 @@ from ..base.errors import CheckpointError, UsageError
 from ..base.lazy import no_collection
 from ..base.log import log_first, log_once
 from ..base.mesh import AXES
-from ..planner.units import describe_states
+from ..planner.describe import describe_states
 from . import files
 from .background_write import BackgroundWrite
 from .catalogue import remove_replaced, replaced_path

@@ -25,8 +25,9 @@ from ..planner.extras import feedback_of
 from ..planner.spec import R
 from ..sharding.buffer import FlatBuffer
 from ..sharding.grad_sum import GradSum
-from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
+from ..sharding.param_info import ParamInfo
+from ..sharding.param_ranges import owned_range
 from ..tiers.tier import Storage
 from .contents import Contents
 from .format import INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
@@ -195,7 +196,9 @@ def _owned_items(
         if start < stop and number not in absent and chunks.are_written(group, member):
             low = member.slot.start
             chunk = chunks.of(kind, member, "", start - low, stop - low)
-            read = partial(_read_from, source.read, source.buffer.owned_range(member.slot, rank)[0])
+            read = partial(
+                _read_from, source.read, owned_range(source.buffer, member.slot, rank)[0]
+            )
             found.append(WriteItem(chunk, source.dtype, (stop - start,), read, group))
     return found
 
@@ -210,7 +213,7 @@ def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
         write_group.items += _owned_items(group, REPLICA, weight, chunks)
     rank = group.comm_ctx.comm.rank
     spans = [
-        exact.buffer.owned_range(member.slot, rank)
+        owned_range(exact.buffer, member.slot, rank)
         for member in group.members
         if chunks.are_written(group, member)
     ]

@@ -21,8 +21,8 @@ from ..base.progress import LongWork
 from ..extensions.param_states import optimizer_of
 from ..extensions.zero_init import Init, take_slice
 from ..optim.sharded import ShardedOptimizer
-from ..sharding.group import ParamInfo
 from ..sharding.param_group import ParamGroup
+from ..sharding.param_info import ParamInfo
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from .boxes import PlacedValues

@@ -13,8 +13,7 @@ from ..sharding.comm_context import CommContext, Route
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.grad_sum import GradSum
 from ..sharding.gradient import Gradient
-from ..sharding.group import Group
-from ..sharding.param_group import GroupParts
+from ..sharding.param_group import GroupParts, ParamGroup
 from ..sharding.weight_gather import WeightGather
 
 
@@ -46,7 +45,7 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
     return GroupParts(partial(weight_gather_of, inner), reduction_of, kept_gradients_of, route)
 
 
-def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> WeightGather:
+def weight_gather_of(inner: CommContext | None, group: ParamGroup, what: str) -> WeightGather:
     """Create the object that all-gathers the weight of a parameter group.
 
     Args:
@@ -79,7 +78,7 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
     return gather
 
 
-def reduction_of(group: Group) -> GradReduction:
+def reduction_of(group: ParamGroup) -> GradReduction:
     """Create the object that sums the gradients of a parameter group over the ranks.
 
     Args:

@@ -22,6 +22,7 @@ from ..precision.policy import cast_master
 from ..sharding.buffer import FlatBuffer
 from ..sharding.grad_edits import complete
 from ..sharding.param_group import ParamGroup
+from ..sharding.param_ranges import local_range, owned_range
 from ..sharding.sharded_parameter import owner_of
 from .gathered_parameters import gather_full
 
@@ -232,12 +233,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     flat = _flat(value, slot).to(owner.comm_ctx.pool.device)
     owner.weight_gather.changed()
     with torch.no_grad():
-        start, stop, place = owner.weight.local_range(slot, rank)
+        start, stop, place = local_range(owner.weight, slot, rank)
         with owner.weight.writing(place, place + stop - start) as view:
             dtype = owner.master.dtype if owner.master is not None else view.dtype
             cast_master(flat[start:stop].to(dtype), view)
         if owner.master is not None:
-            start, stop, place = owner.master.buffer.local_range(slot, rank)
+            start, stop, place = local_range(owner.master.buffer, slot, rank)
             owner.master.write(place, place + stop - start, flat[start:stop])
 
 
@@ -250,7 +251,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or owner.master is None:
         return None
-    place, end = owner.master.buffer.owned_range(_slot(owner, param), owner.master.rank)
+    place, end = owned_range(owner.master.buffer, _slot(owner, param), owner.master.rank)
     return owner.master.read(place, end).to(torch.float32, copy=True)
 
 
@@ -280,7 +281,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         )
     owner.weight_gather.changed()
     with torch.no_grad():
-        place, end = owner.master.buffer.owned_range(slot, owner.master.rank)
+        place, end = owned_range(owner.master.buffer, slot, owner.master.rank)
         part = _part(value, end - place, slot.name)
         owner.master.write(place, end, part.to(owner.comm_ctx.pool.device))
         owner.refresh(f"changed {slot.name}").wait()

@@ -30,8 +30,8 @@ from ..base.log import log_first
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..parallel.cuts import cut
 from ..planner.split import split_of
-from ..sharding.group import ParamInfo
 from ..sharding.hooks import Hook
+from ..sharding.param_info import ParamInfo
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import ShardedParameter
 from ..sharding.unit import Unit, UnitState

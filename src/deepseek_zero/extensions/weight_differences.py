@@ -16,8 +16,9 @@ from ..precision.policy import cast_master
 from ..sharding.buffer import FlatBuffer
 from ..sharding.coded_message import CodedMessage
 from ..sharding.comm_context import CommContext
-from ..sharding.group import Group
 from ..sharding.move import all_gather
+from ..sharding.param_group import ParamGroup
+from ..sharding.param_ranges import owned_range, owned_view
 from ..sharding.weight_gather import WeightGather
 
 
@@ -34,7 +35,7 @@ class WeightDifferences(WeightGather):
 
     computes = True
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ParamGroup) -> None:
         super().__init__(group)
         self._is_written = False
 
@@ -84,9 +85,9 @@ class WeightDifferences(WeightGather):
         group = self.group
         assert group.master is not None
         self._is_written = True
-        view = group.weight.owned_view(slot, group.comm_ctx.comm.rank)
+        view = owned_view(group.weight, slot, group.comm_ctx.comm.rank)
         if values is None:
-            place, end = group.master.buffer.owned_range(slot, group.comm_ctx.comm.rank)
+            place, end = owned_range(group.master.buffer, slot, group.comm_ctx.comm.rank)
             cast_master(group.master.read(place, end).to(view.device), view)
         else:
             view[low : low + values.numel()].copy_(values)

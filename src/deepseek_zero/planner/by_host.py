@@ -1,4 +1,4 @@
-"""The receive buffers of sums that are formed host by host."""
+"""The codecs and the receive buffers of sums that are formed host by host."""
 
 from __future__ import annotations
 
@@ -6,7 +6,33 @@ from functools import cache
 
 import torch
 
-from ..precision.codecs import Blocks, Codec
+from ..precision.codecs import Blocks, Cast, Codec
+
+
+@cache
+def hop_wires(
+    wire: Codec, summand: torch.dtype, near: int, inside: Codec | None
+) -> tuple[Codec, Codec]:
+    """Return the codecs of gradient messages within a host and between hosts.
+
+    Quantization is meant for links between hosts. Inside a host, gradients are therefore sent in
+    the dtype in which they are accumulated, unless `inside` is set. If `near` is 1, all messages
+    use the first returned codec.
+
+    Args:
+        wire: The configured codec of gradients.
+        summand: The dtype in which a rank accumulates its own gradient.
+        near: The number of ranks per host if gradients are summed within each host first, else 1.
+        inside: The codec inside a host, or None.
+
+    Returns:
+        The codec within a host, and the codec between hosts.
+    """
+    if near == 1:
+        return wire, wire
+    return (
+        (inside or Cast(summand), wire) if isinstance(wire, Blocks) else (wire, Cast(torch.float32))
+    )
 
 
 @cache

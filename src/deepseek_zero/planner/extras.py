@@ -10,6 +10,7 @@ import torch
 from ..precision.codecs import Signs
 from ..precision.feedback import Feedback
 from ..tiers.tier import Tier
+from .describe import describe_spec
 from .spec import Extra, S, ShardPlan, Spec
 
 # Tiers that are the same memory if the training device is a CPU
@@ -36,7 +37,7 @@ class SecondCopy(Extra):
 
     def words(self, plan: ShardPlan) -> str:
         """Return the placement, dtype and memory of the second copy, as text for reports."""
-        return f" + {self.spec}"
+        return f" + {describe_spec(self.spec)}"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class LateGradient(Extra):
 
     def words(self, plan: ShardPlan) -> str:
         """Return the placement, dtype and memory of the delayed gradient, as text for reports."""
-        return f" + {late_gradient_of(plan)}"
+        late = late_gradient_of(plan)
+        assert late is not None
+        return f" + {describe_spec(late)}"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..base.device import PerDevice
-from ..precision.codecs import Blocks, Cast, Codec
+from ..precision.codecs import Codec
 from .layout import BLOCK
 
 # The number of elements that a sum over ranks adds at a time. 1 MiB of fp32 stays in the cache of a
@@ -48,32 +48,6 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
     count = -(-slice_numel // max(1, numel))
     most_in_flight = 1 if ranks == 1 else MAX_IN_FLIGHT
     return Messages(numel, min(count, most_in_flight))
-
-
-@cache
-def hop_wires(
-    wire: Codec, summand: torch.dtype, near: int, inside: Codec | None
-) -> tuple[Codec, Codec]:
-    """Return the codecs of gradient messages within a host and between hosts.
-
-    Quantization is meant for links between hosts. Inside a host, gradients are therefore sent in
-    the dtype in which they are accumulated, unless `inside` is set. If `near` is 1, all messages
-    use the first returned codec.
-
-    Args:
-        wire: The configured codec of gradients.
-        summand: The dtype in which a rank accumulates its own gradient.
-        near: The number of ranks per host if gradients are summed within each host first, else 1.
-        inside: The codec inside a host, or None.
-
-    Returns:
-        The codec within a host, and the codec between hosts.
-    """
-    if near == 1:
-        return wire, wire
-    return (
-        (inside or Cast(summand), wire) if isinstance(wire, Blocks) else (wire, Cast(torch.float32))
-    )
 
 
 def inbox_sizes(

@@ -129,16 +129,9 @@ class Pass:
         """The units whose optimizer update may run during this forward or backward."""
         return frozenset(self._units_of(ActionKind.UPDATE))
 
-    def released_before(self, unit: int) -> frozenset[int]:
-        """Return the units whose gathered weights are freed before a unit computes.
-
-        Args:
-            unit: The number of the unit.
-        """
-        return self._released_before[unit]
-
     @cached_property
-    def _released_before(self) -> dict[int, frozenset[int]]:
+    def released_before(self) -> dict[int, frozenset[int]]:
+        """For each unit, the units whose gathered weights are freed before it computes."""
         found = dict[int, frozenset[int]]()
         gone = set[int]()
         for action in self.actions:
@@ -174,18 +167,6 @@ class Schedule:
     def actions(self) -> list[Action]:
         """Return all actions of one micro-batch that ends a step."""
         return [*self.forward.actions, *self.backward.actions]
-
-    def passes(self, accumulation: int) -> list[tuple[Pass, int]]:
-        """Return the forwards and backwards of a step, each with the number of times that it runs.
-
-        Args:
-            accumulation: The number of micro-batches of the step.
-        """
-        return [
-            (self.forward, accumulation),
-            (self.accumulate, accumulation - 1),
-            (self.backward, 1),
-        ]
 
     def __str__(self) -> str:
         return " ".join(map(str, self.actions()))

@@ -113,16 +113,6 @@ class Spec:
         """The codec in which a rank keeps the elements between uses."""
         return self.stored_as or Cast(self.dtype)
 
-    def __str__(self) -> str:
-        among = "" if self.axes == SHARD_AXES else f" {'+'.join(self.axes)}"
-        coded = f" stored as {self.stored_as}" if self.stored_as is not None else ""
-        coded += f" sent as {self.wire}" if isinstance(self.wire, Blocks) else ""
-        coded += f", inside a host as {self.wire_inside}" if self.wire_inside is not None else ""
-        return (
-            f"{self.placement.value} {str(self.dtype).removeprefix('torch.')} "
-            f"{self.tier.value}{among}{coded}"
-        )
-
 
 class Extra:
     """An addition of an extension to the plan of one state, such as a second weight copy.
@@ -245,17 +235,6 @@ class ShardPlan:
     def is_updated_on_host(self) -> bool:
         """Whether the host updates the group, as its moments are not on the device."""
         return self.moments is not None and self.moments.tier is not Tier.DEVICE
-
-    def promoted(self) -> ShardPlan:
-        """Return this plan with an fp32 weight, gradient and main weight.
-
-        Precision "auto" uses it for units that 16 bits are not enough for. The moments do not
-        change.
-        """
-        grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
-        weight = replace(self.weight, dtype=torch.float32)
-        extras = tuple(extra.promoted() for extra in self.extras)
-        return replace(self, weight=weight, grad=grad, master=self.moments, extras=extras)
 
 
 COLUMNS: dict[int, tuple[Placement, Placement, Placement]] = {

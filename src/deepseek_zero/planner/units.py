@@ -17,9 +17,10 @@ from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh
 from ..precision.codecs import CODED, Blocks, Cast, Codec
 from .auto_wrap_policy import ModelShape, UnitShape
+from .by_host import hop_wires
+from .describe import describe_states
 from .extras import ErrorsKept, feedback_of, momenta_codec_of, second_copy_of
 from .layout import BLOCK, GRAIN, FlatLayout, Shape, Slot, even_layout
-from .messages import hop_wires
 from .plan_settings import PlanSettings
 from .row_of_group import gradient_wires, plan_for, predivide_of
 from .spec import P, R, S, ShardPlan, Spec
@@ -262,7 +263,7 @@ class GroupPlan:
 
     def promoted(self) -> GroupPlan:
         """Return a copy of the plan with an fp32 weight and gradient (precision "auto")."""
-        return replace(self, plan=self.plan.promoted(), low=self.plan)
+        return replace(self, plan=promoted_plan(self.plan), low=self.plan)
 
     def demoted(self) -> GroupPlan:
         """Return the 16-bit plan from which `promoted` was called."""
@@ -536,19 +537,12 @@ def plan_units(
     )
 
 
-def describe_states(plan: ShardPlan) -> dict[str, str]:
-    """Return a description of each state, by its name; "-" if there is no such state."""
-    found = {
-        "weight": plan.weight,
-        "grad": plan.grad,
-        "master": plan.master,
-        "moments": plan.moments,
-    }
-    words = {state: str(spec) if spec is not None else "-" for state, spec in found.items()}
-    if plan.master_is_split:
-        words["master"] = words["master"].replace("int16", "weight+int16")
-    for extra in plan.extras:
-        words[extra.state] += extra.words(plan)
-    if plan.moments_format != "fp32":
-        words["moments"] = words["moments"].replace("float32", plan.moments_format)
-    return words
+def promoted_plan(plan: ShardPlan) -> ShardPlan:
+    """Return a plan with an fp32 weight, gradient and main weight, and the same moments.
+
+    Precision "auto" uses it for units that 16 bits are not enough for.
+    """
+    grad = replace(plan.grad, dtype=torch.float32) if plan.grad is not None else None
+    weight = replace(plan.weight, dtype=torch.float32)
+    extras = tuple(extra.promoted() for extra in plan.extras)
+    return replace(plan, weight=weight, grad=grad, master=plan.moments, extras=extras)

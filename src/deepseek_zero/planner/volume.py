@@ -27,7 +27,7 @@ from ..precision.codecs import Cast, Codec
 from .extras import momenta_codec_of, second_copy_of
 from .pieces import PipelinePlan
 from .plan_settings import PlanSettings
-from .schedule import ActionKind, Schedule
+from .schedule import ActionKind, Pass, Schedule
 from .spec import R, S
 from .units import GroupPlan, UnitPlan
 
@@ -152,6 +152,20 @@ def _inside_hosts(
     return total
 
 
+def passes_of(schedule: Schedule, accumulation: int) -> list[tuple[Pass, int]]:
+    """Return the forwards and backwards of a step, each with the number of times that it runs.
+
+    Args:
+        schedule: The schedule of the step.
+        accumulation: The number of micro-batches of the step.
+    """
+    return [
+        (schedule.forward, accumulation),
+        (schedule.accumulate, accumulation - 1),
+        (schedule.backward, 1),
+    ]
+
+
 def _movements(
     units: Sequence[UnitPlan],
     schedule: Schedule,
@@ -160,7 +174,7 @@ def _movements(
 ) -> Iterator[tuple[ActionKind, int, int]]:
     """Yield the movements of a step: kind, number of the unit, and repetitions."""
     if pipeline is None:
-        for walk, times in schedule.passes(settings.accumulation):
+        for walk, times in passes_of(schedule, settings.accumulation):
             yield from ((action.kind, action.unit, times) for action in walk.actions)
         return
     for number, unit in enumerate(units):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..comm.collectives import ordered_sum
+from ..planner.by_host import hop_wires
 from ..planner.layout import BLOCK
-from ..planner.messages import hop_wires
 from ..precision.codecs import Blocks, Cast, Codec, LeftOut
 from .message import Message, Pool
 

@@ -272,7 +272,7 @@ class GatherLane:
         """
         if not self._frozen:
             return
-        gone = self.schedule.backward.released_before(unit.number)
+        gone = self.schedule.backward.released_before[unit.number]
         for other in self._frozen:
             if other.number in gone and (other.is_complete or not other.trained):
                 other.reshard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,12 @@ from ..comm.pending import DONE, Pending
 from ..planner.layout import Slot
 from .grad_sum import GradState
 from .gradient import Gradient
-from .group import Group
 from .move import all_gather
+from .param_ranges import local_range
 from .sharded_gradient import Part, ShardedGradient, own_part_of
+
+if TYPE_CHECKING:
+    from .param_group import ParamGroup
 
 
 class GradEdits:
@@ -146,7 +150,7 @@ class GradEdits:
             part: This rank's part of the gradient.
         """
         slot = self.group.members[self.group.index[id(param)]].slot
-        start, _, place = self.group.weight.local_range(slot, self.group.comm_ctx.comm.rank)
+        start, _, place = local_range(self.group.weight, slot, self.group.comm_ctx.comm.rank)
         low = place + part.start - start
         return self.group.weight.write(low, low + part.values.numel())
 
@@ -267,7 +271,7 @@ def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], 
     return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
 
 
-def complete(full: Tensor, group: Group, slot: Slot, what: str) -> None:
+def complete(full: Tensor, group: ParamGroup, slot: Slot, what: str) -> None:
     """All-gather a flat tensor of which each rank has only its own part.
 
     Args:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..comm.pending import DONE, Pending
 from ..planner.spec import R, S
 from .buffer import FlatBuffer
-from .group import Group
 from .move import move
+
+if TYPE_CHECKING:
+    from .param_group import ParamGroup
 
 
 class GradReduction:
@@ -22,7 +25,7 @@ class GradReduction:
     Extensions derive from this class. All ranks use the same class for a group.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ParamGroup) -> None:
         self.group = group
 
     @property

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,8 +22,11 @@ from ..planner.layout import Slot
 from ..planner.spec import S, Spec
 from ..tiers.tier import StagedTile, Tier
 from .buffer import FlatBuffer, StateGuard
-from .group import Group, updated_ranges
 from .message import has_pages_to_return
+from .param_ranges import owned_range, owned_view, updated_ranges
+
+if TYPE_CHECKING:
+    from .param_group import ParamGroup
 
 
 class GradState(Enum):
@@ -87,7 +91,7 @@ class GradSum:
 
     saved_as = ""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ParamGroup) -> None:
         self.group = group
         self.buffer: FlatBuffer | None = None
         self.guard = StateGuard()
@@ -247,7 +251,7 @@ class GradSum:
         self.known_squares = None  # the caller may change it
         if self.group.plan.sums_to_all:
             return self.buffer.memory[slot.start : slot.stop]
-        return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
+        return owned_view(self.buffer, slot, self.group.comm_ctx.comm.rank)
 
     def changed(self, number: int) -> None:
         """Record that one parameter's gradient was written, and store it again if it is offloaded.
@@ -258,7 +262,7 @@ class GradSum:
         self.known_squares = None
         if self.buffer is not None and self.buffer.storage.is_offloaded:
             slot = self.group.members[number].slot
-            place, end = self.buffer.owned_range(slot, self.group.comm_ctx.comm.rank)
+            place, end = owned_range(self.buffer, slot, self.group.comm_ctx.comm.rank)
             self.buffer.storage.evict(place, end)
 
     def staged_tile(self) -> StagedTile | None:
@@ -307,7 +311,7 @@ class QueuedSquares:
             self.norms += double_norms(list(values.split(_TILE_NUMEL)))
 
 
-def squares_now(group: Group, values: Tensor, first: int) -> float:
+def squares_now(group: ParamGroup, values: Tensor, first: int) -> float:
     """Return the sum of squares of a part of a group's gradient.
 
     Args:
@@ -319,7 +323,7 @@ def squares_now(group: Group, values: Tensor, first: int) -> float:
     return found
 
 
-def slice_squares(group: Group, values: Tensor, first: int) -> float | QueuedSquares:
+def slice_squares(group: ParamGroup, values: Tensor, first: int) -> float | QueuedSquares:
     """Return the sum of squares of a gradient, without elements that the optimizer does not update.
 
     The device that updates the group computes it, so every ZeRO stage gets the same bits.

@@ -8,6 +8,7 @@ one into the other. `GradReduction` implements the reduction, and `GradView` sho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -17,7 +18,9 @@ from ..planner.spec import P
 from .buffer import FlatBuffer
 from .grad_reduction import GradReduction
 from .grad_sum import GradState, GradSum, QueuedSquares, squares_now
-from .group import Group
+
+if TYPE_CHECKING:
+    from .param_group import ParamGroup
 
 
 class Summand:
@@ -30,7 +33,7 @@ class Summand:
         buffer: The flat buffer in which gradients are accumulated; None while none has arrived.
     """
 
-    def __init__(self, group: Group, allocate: Callable[[], FlatBuffer]) -> None:
+    def __init__(self, group: ParamGroup, allocate: Callable[[], FlatBuffer]) -> None:
         """Start without a gradient and without a buffer.
 
         Args:
@@ -137,7 +140,7 @@ class Gradient:
         is_shown: Whether the `.grad` of the parameters is set to the reduced gradient (`GradView`).
     """
 
-    def __init__(self, group: Group, reduction: GradReduction) -> None:
+    def __init__(self, group: ParamGroup, reduction: GradReduction) -> None:
         self.group = group
         self.reduction = reduction
         self.summand = Summand(group, self._summand_buffer)

@@ -17,10 +17,10 @@ from ..precision.policy import cast_master
 from ..tiers.tier import Tier
 from .buffer import FlatBuffer
 from .comm_context import CommContext
-from .group import ParamInfo
 from .main_weight import MasterWeight, is_exposed, weight_shard
 from .move import move
 from .param_group import GroupParts, ParamGroup
+from .param_info import ParamInfo
 from .sharded_parameter import clear_owner, owner_of, set_owner, take_values
 from .split_main_weight import SplitMasterWeight
 

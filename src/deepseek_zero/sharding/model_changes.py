@@ -24,7 +24,7 @@ from ..comm.collectives import Comm
 from ..planner.auto_wrap_policy import BATCH_NORMS
 from ..planner.plan import Plan
 from .buffer import FlatBuffer
-from .group import ParamInfo
+from .param_info import ParamInfo
 from .sharded_parameter import ShardedParameter
 
 

@@ -20,7 +20,6 @@ from ..comm.pending import DONE, Pending
 from ..planner.layout import FlatLayout
 from ..planner.spec import R, S, ShardPlan
 from ..planner.units import GroupPlan
-from ..precision.policy import cast_master
 from ..tiers.tier import Storage
 from .buffer import FlatBuffer, PendingUpdate, StateGuard
 from .comm_context import CommContext, Route
@@ -28,9 +27,10 @@ from .grad_reduction import GradReduction
 from .grad_sum import GradSum
 from .grad_view import GradView
 from .gradient import Gradient
-from .group import Group, ParamInfo
 from .main_weight import MasterWeight
 from .model_changes import error_of_lost_values
+from .param_info import ParamInfo
+from .param_ranges import write_param
 from .weight_gather import WeightGather
 
 
@@ -47,8 +47,8 @@ class GroupParts:
         route: How messages are sent: directly, or within hosts first.
     """
 
-    weight_gather: Callable[[Group, str], WeightGather]
-    reduction: Callable[[Group], GradReduction]
+    weight_gather: Callable[[ParamGroup, str], WeightGather]
+    reduction: Callable[[ParamGroup], GradReduction]
     kept_gradients: Callable[[Gradient], Mapping[str, GradSum]] = lambda gradient: {}
     route: Route = field(default_factory=Route)
 
@@ -289,26 +289,4 @@ class ParamGroup:
         return runtime is not None and not runtime.is_destroyed
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """Write this rank's part of a new value into the weight and the main weight.
-
-        Args:
-            param: A parameter of the group.
-            value: The whole new value, in the parameter's shape.
-
-        Note:
-            Collective: every rank of the shard group must call it.
-        """
-        self.weight_gather.before_write(self.name_of(param))
-        self.weight_gather.changed()
-        slot = self.members[self.index[id(param)]].slot
-        rank = self.comm_ctx.comm.rank
-        flat = value.detach().to(self.comm_ctx.pool.device).expand(slot.shape).reshape(-1)
-        start, stop, low = self.weight.local_range(slot, rank)
-        with self.weight.writing(low, low + stop - start) as weight:
-            values = flat[start:stop]
-            if flat.is_floating_point():
-                values = values.float()
-            cast_master(values, weight)
-        if self.master is not None and not self.plan.master_is_weight:
-            start, stop, place = self.master.buffer.local_range(slot, rank)
-            self.master.write(place, place + stop - start, flat[start:stop])
+        write_param(self, self.members[self.index[id(param)]].slot, value)

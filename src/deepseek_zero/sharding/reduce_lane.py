@@ -92,7 +92,7 @@ class ReduceLane:
         self.order = [number for number in backward.reduces if self.units[number].trained]
         self._completed = [n for n in backward.all_reduces if self.units[n].trained]
         self._reduced_before = {  # the number of reductions before each unit's turn
-            unit: sum(number in backward.released_before(unit) for number in self.order)
+            unit: sum(number in backward.released_before[unit] for number in self.order)
             for unit in backward.order
         }
 

@@ -29,7 +29,6 @@ from ..planner.units import plan_group
 from .comm_context import CommContext
 from .executor import Executor
 from .grad_reduction import GradReduction
-from .group import ParamInfo
 from .group_build import (
     allocate_weight,
     build_group,
@@ -42,6 +41,7 @@ from .group_build import (
 from .main_weight import MasterWeight, weight_shard
 from .model_changes import frozen_or_unfrozen
 from .param_group import ParamGroup
+from .param_info import ParamInfo
 from .reduce_lane import Updates
 from .step_state import StepState
 from .unit import Unit

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..comm.pending import Pending
 from ..planner.units import UnitPlan
-from .group import ParamInfo
 from .param_group import ParamGroup
+from .param_info import ParamInfo
 
 
 class UnitState(Enum):

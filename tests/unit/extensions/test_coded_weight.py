@@ -20,6 +20,7 @@ from deepseek_zero.engine.settings import plan_settings_of
 from deepseek_zero.extensions.gathered_parameters import GatheredParameters
 from deepseek_zero.planner.plan_settings import Compression
 from deepseek_zero.precision.codecs import EXACT_SCALE_BITS, Blocks, codec_scratch
+from deepseek_zero.sharding.param_ranges import owned_range
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import Reference
@@ -97,7 +98,7 @@ def resting_in(runtime: Any) -> list[Any]:
 def codes_of(group: Any, name: str) -> Tensor:
     """Return the bytes of this rank's codes of one matrix, followed by its scales."""
     slot = next(slot for slot in group.layout.slots if slot.name == name)
-    low, high = group.weight.owned_range(slot, group.comm_ctx.comm.rank)
+    low, high = owned_range(group.weight, slot, group.comm_ctx.comm.rank)
     numel, stop = group.layout.slice_numel, -(-high // CODEC.block)
     scales = numel + 4 * (low // CODEC.block), numel + 4 * stop
     return torch.cat([group.weight.memory[low:high], group.weight.memory[slice(*scales)]])

@@ -13,6 +13,7 @@ from deepseek_zero.planner.make_schedule import plan_schedule
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.schedule import Action, ActionKind, Pass, Schedule
 from deepseek_zero.planner.schedule_proof import verify
+from deepseek_zero.planner.volume import passes_of
 from deepseek_zero.tiers.tier import Tier
 
 SIZES = [10, 100, 100, 100]  # the root and three blocks
@@ -198,7 +199,7 @@ def test_replicas_are_summed_once_a_step_after_all_units_and_before_updates() ->
     )
     assert " ".join(map(str, schedule.backward.actions)) == "G0 B0 G1 B1 S1 R1 S0 A1 U1 A0 R0"
     assert " ".join(map(str, schedule.accumulate.actions)) == "G0 B0 G1 B1 S1 R1 S0 R0"
-    assert [times for _, times in schedule.passes(4)] == [4, 3, 1]
+    assert [times for _, times in passes_of(schedule, 4)] == [4, 3, 1]
 
 
 def test_whole_gradients_are_summed_in_the_backward_that_ends_a_step() -> None:

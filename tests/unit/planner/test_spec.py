@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepseek_zero.planner.describe import describe_states
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.row_of_group import plan_for
 from deepseek_zero.planner.spec import TRANSITIONS, Movement, P, Placement, R, S, ShardPlan, Spec
-from deepseek_zero.planner.units import describe_states
+from deepseek_zero.planner.units import promoted_plan
 from deepseek_zero.precision.policy import Policy
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -84,7 +85,7 @@ def test_dtypes_follow_the_policy_and_the_accumulation(
 
 def test_a_promoted_plan_computes_in_fp32_and_has_a_whole_main_weight() -> None:
     plan = plan_of(3, Policy(compute=BF16))
-    lifted = plan.promoted()
+    lifted = promoted_plan(plan)
     assert lifted.grad is not None
     assert (lifted.weight.dtype, lifted.grad.dtype) == (FP32, FP32)
     assert (lifted.master, lifted.moments) == (plan.moments, plan.moments)

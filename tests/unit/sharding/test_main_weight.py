@@ -12,6 +12,7 @@ from deepseek_zero.planner.spec import Placement, R, S, Spec
 from deepseek_zero.precision.policy import cast_master
 from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.main_weight import MasterWeight
+from deepseek_zero.sharding.param_ranges import local_range, owned_range
 from deepseek_zero.sharding.split_main_weight import SplitMasterWeight
 
 LAYOUT = even_layout(["a", "b", "c"], [(700,), (900,), (300, 2)], 2)  # both ranks have a part of b
@@ -82,11 +83,14 @@ def test_places_count_from_the_beginning_of_this_ranks_part() -> None:
     low = LAYOUT.bounds(RANK)[0]
     whole, part = (master_of("split", placement, values_of(placement)) for placement in (R, S))
     for slot in LAYOUT.slots:
-        assert whole.buffer.local_range(slot, RANK) == (0, slot.numel, slot.start)
-        start, stop, place = part.buffer.local_range(slot, RANK)
-        assert part.buffer.owned_range(slot, RANK) == (place, place + stop - start)
+        assert local_range(whole.buffer, slot, RANK) == (0, slot.numel, slot.start)
+        start, stop, place = local_range(part.buffer, slot, RANK)
+        assert owned_range(part.buffer, slot, RANK) == (place, place + stop - start)
         if start < stop:
             assert slot.start + start == low + place
-            assert whole.buffer.owned_range(slot, RANK) == (low + place, low + place + stop - start)
+            assert owned_range(whole.buffer, slot, RANK) == (
+                low + place,
+                low + place + stop - start,
+            )
         else:
             assert slot.stop <= low

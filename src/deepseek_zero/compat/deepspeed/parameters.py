@@ -24,6 +24,7 @@ from ...extensions.gathered_parameters import GatheredParameters
 from ...extensions.zero_init import InitShard
 from ...planner.layout import Slot
 from ...sharding.param_group import ParamGroup
+from ...sharding.param_ranges import owned_range
 from ...sharding.sharded_parameter import ShardedParameter, owner_of
 from ...tiers.tier import Tier
 from .comm import get_world_group
@@ -85,7 +86,7 @@ def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
             fix=fix,
         )
     return owner.weight.write(
-        *owner.weight.owned_range(_slot(owner, param), owner.comm_ctx.comm.rank)
+        *owned_range(owner.weight, _slot(owner, param), owner.comm_ctx.comm.rank)
     )
 
 

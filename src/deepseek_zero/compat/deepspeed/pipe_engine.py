@@ -38,13 +38,6 @@ class PipelineEngine(DeepSpeedEngine):
         """Raise `PipelineError`, because the engine runs only whole batches, as in DeepSpeed.
 
         Call `train_batch` or `eval_batch` instead.
-
-        Args:
-            *args: Not used.
-            **kwargs: Not used.
-
-        Raises:
-            PipelineError: Always.
         """
         raise PipelineError(
             "Only train_batch() is accessible in pipeline mode.",

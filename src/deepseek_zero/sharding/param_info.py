@@ -1,0 +1,47 @@
+"""One parameter of a parameter group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from ..base.device import without_torch_function
+from ..planner.layout import Slot
+from .sharded_parameter import reshard, unshard
+
+
+@dataclass(eq=False)
+class ParamInfo:
+    """One parameter of a group, with its position and its sharded form.
+
+    Attributes:
+        param: The user's `nn.Parameter` object.
+        slot: The position of the parameter in the flat layout.
+        param_class: The class of the parameter before wrapping and while unsharded.
+        placeholder: The data of the parameter while it is sharded.
+        is_frozen: Whether `requires_grad` was off when the ranks last compared it (regroup.py).
+    """
+
+    param: nn.Parameter
+    slot: Slot
+    param_class: type[nn.Parameter]
+    placeholder: Tensor = field(init=False)
+    is_frozen: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        with without_torch_function():
+            self.is_frozen = not self.param.requires_grad
+
+    @property
+    def name(self) -> str:
+        """Return the full name of the parameter."""
+        return self.slot.name
+
+    def unshard(self, data: Tensor) -> None:
+        """Make the parameter a view of `data`, in the class that it had before wrapping."""
+        unshard(self.param, self.param_class, data)
+
+    def reshard(self) -> None:
+        """Make the parameter a `ShardedParameter` whose data is the placeholder."""
+        reshard(self.param, self.placeholder)

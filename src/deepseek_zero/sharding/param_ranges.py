@@ -1,0 +1,106 @@
+"""The elements of single parameters in the flat buffers of a group, for programs and checkpoints.
+
+A training step does not use this module, because it works on whole buffers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..planner.layout import Slot
+from ..planner.spec import R, S
+from ..precision.policy import cast_master
+from .buffer import FlatBuffer
+
+if TYPE_CHECKING:
+    from .param_group import ParamGroup
+
+
+def owned_range(buffer: FlatBuffer, slot: Slot, rank: int) -> tuple[int, int]:
+    """Return the range [place, end) in a buffer of the part of a parameter that a rank owns.
+
+    Args:
+        buffer: The buffer of one state of the parameter's group.
+        slot: The position of the parameter in the layout.
+        rank: The index in the shard group of the rank that owns the part.
+    """
+    start, stop = buffer.layout.owned(slot, rank)
+    low = buffer.layout.bounds(rank)[0] if buffer.spec.placement is S else 0
+    return start - low, max(start, stop) - low
+
+
+def owned_view(buffer: FlatBuffer, slot: Slot, rank: int) -> Tensor:
+    """Return a flat view of the part of a parameter that a rank owns.
+
+    Args:
+        buffer: The buffer of one state of the parameter's group.
+        slot: The position of the parameter in the layout.
+        rank: The index in the shard group of the rank that owns the part.
+    """
+    return buffer.elements(*owned_range(buffer, slot, rank))
+
+
+def local_range(buffer: FlatBuffer, slot: Slot, rank: int) -> tuple[int, int, int]:
+    """Return which elements of a parameter this rank's buffer holds, and where.
+
+    Args:
+        buffer: The buffer of one state of the parameter's group.
+        slot: The position of the parameter in the layout.
+        rank: This rank's index in the shard group.
+
+    Returns:
+        ``(start, stop, place)``: elements [start, stop) of the parameter, and the index of the
+        first one in the buffer.
+    """
+    if buffer.spec.placement is R:
+        return 0, slot.numel, slot.start
+    place, end = owned_range(buffer, slot, rank)
+    start = buffer.layout.owned(slot, rank)[0] - slot.start
+    return start, start + end - place, place
+
+
+def updated_ranges(group: ParamGroup) -> list[tuple[int, int]]:
+    """Return the ranges [start, stop) of the layout that the optimizer updates.
+
+    Adjacent parameters are merged into one range.
+
+    Args:
+        group: The parameter group.
+    """
+    found = list[tuple[int, int]]()
+    for number, member in enumerate(group.members):
+        if number in group.not_updated:
+            continue
+        start = member.slot.start
+        if found and found[-1][1] == start:
+            start = found.pop()[0]
+        found.append((start, member.slot.stop))
+    return found
+
+
+def write_param(group: ParamGroup, slot: Slot, value: Tensor) -> None:
+    """Write this rank's part of a new value into the weight and the main weight.
+
+    Args:
+        group: The parameter group.
+        slot: The position of the parameter in the layout.
+        value: The whole new value, in the parameter's shape.
+
+    Note:
+        Collective: every rank of the shard group must call it.
+    """
+    group.weight_gather.before_write(slot.name)
+    group.weight_gather.changed()
+    rank = group.comm_ctx.comm.rank
+    flat = value.detach().to(group.comm_ctx.pool.device).expand(slot.shape).reshape(-1)
+    start, stop, place = local_range(group.weight, slot, rank)
+    with group.weight.writing(place, place + stop - start) as weight:
+        values = flat[start:stop]
+        if flat.is_floating_point():
+            values = values.float()
+        cast_master(values, weight)
+    if group.master is not None and not group.plan.master_is_weight:
+        start, stop, place = local_range(group.master.buffer, slot, rank)
+        group.master.write(place, place + stop - start, flat[start:stop])
