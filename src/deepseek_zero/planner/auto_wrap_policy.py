@@ -6,12 +6,12 @@ It depends on the model only, so it is the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
@@ -341,24 +341,32 @@ def _numel(module: nn.Module) -> int:
 DECLARED_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
-def full_precision_names(model: nn.Module) -> frozenset[str]:
+def full_precision_names(
+    model: nn.Module,
+    members: Callable[..., Iterable[tuple[str, Tensor]]] = nn.Module.named_parameters,
+) -> frozenset[str]:
     """Return the names of the parameters that stay in fp32 if the run computes in 16 bits.
 
     These are the parameters of batch norms, because running statistics need fp32, and those that a
     module declares by a part of their name (`_keep_in_fp32_modules`,
     `_keep_in_fp32_modules_strict`).
+
+    Args:
+        model: The model whose modules are searched.
+        members: The method that lists the tensors of a module; `nn.Module.named_buffers` returns
+            the names of buffers instead.
     """
     found: set[str] = set()
     for prefix, module in model.named_modules():
         start = f"{prefix}." if prefix else ""
         if isinstance(module, BATCH_NORMS):
-            found.update(start + name for name, _ in module.named_parameters(recurse=False))
+            found.update(start + name for name, _ in members(module, recurse=False))
         declared = {
             part for attribute in DECLARED_FP32 for part in getattr(module, attribute, None) or ()
         }
         if declared:
             parts = tuple(f".{part}." for part in declared)
-            names = [name for name, _ in module.named_parameters()]
+            names = [name for name, _ in members(module)]
             found.update(
                 start + name for name in names if any(part in f".{name}." for part in parts)
             )

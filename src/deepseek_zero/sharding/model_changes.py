@@ -270,7 +270,7 @@ def refuse_unused(groups: Iterable[WrappedGroup], arrived: Collection[int]) -> N
 
 
 def explain_dtypes(error: BaseException, model: nn.Module, compute: torch.dtype) -> None:
-    """Add a note to torch's error about mixed dtypes, because wrapping casts no buffers.
+    """Add a note to torch's error about mixed dtypes, because wrapping casts the weights only.
 
     Args:
         error: The error that ended the forward.
@@ -290,8 +290,8 @@ def explain_dtypes(error: BaseException, model: nn.Module, compute: torch.dtype)
         named += f" and {len(others) - 3} more"
     which = f" Buffers with another dtype are {named}." if others else ""
     error.add_note(
-        f"[deepseek_zero] The weights were cast to {compute}. Buffers, and tensors that forward "
-        f"creates, keep their dtype.{which}\n"
+        f"[deepseek_zero] The weights were cast to {compute}. Tensors that forward creates keep "
+        f"their dtype.{which}\n"
         "  What to do: cast them where they are used, as in `x + self.table.to(x.dtype)`, or cast "
         "the buffers before wrapping; torch_autocast casts both in each operation."
     )

@@ -70,6 +70,25 @@ def round_values(model: nn.Module, raw: RawConfig) -> None:
                 values.copy_(values.to(dtype))
 
 
+def cast_buffers(model: nn.Module, raw: RawConfig) -> None:
+    """Cast a model's floating-point buffers to the 16-bit dtype of the computation.
+
+    Unlike in DeepSpeed, the buffers of batch norms and those that a module declares
+    (`_keep_in_fp32_modules`) stay in fp32, like the parameters of these modules.
+
+    Args:
+        model: Model whose buffers are changed in place.
+        raw: Configuration that defines the dtype of the computation.
+    """
+    name = low_precision(raw.values)
+    if name is None:
+        return
+    whole = full_precision_names(model, nn.Module.named_buffers)
+    for key, buffer in model.named_buffers():
+        if buffer.is_floating_point() and key not in whole:
+            buffer.data = buffer.data.to(DTYPES[name])
+
+
 def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:
     """Raise for managed_gradient_accumulation=false if DeepSpeed does not support it.
 

@@ -194,8 +194,8 @@ class DeepSpeedDropIn(DeepSpeedNames):
     def complete(self, raw: RawConfig, request: Request) -> Request:
         """Apply DeepSpeed's checks and read accelerate's mesh.
 
-        The previous engine of the model is destroyed, and the model's fp32 values are rounded to
-        the dtype of the computation.
+        The previous engine of the model is destroyed, the model's fp32 values are rounded to the
+        dtype of the computation, and its buffers are cast to it.
 
         Args:
             raw: Configuration to check.
@@ -212,6 +212,7 @@ class DeepSpeedDropIn(DeepSpeedNames):
         if str(lookup(raw.values, "optimizer.type", "")).lower() == "muon":
             import_module(".muon", __package__).mark_parameters(model)
         defaults.round_values(model, raw)
+        defaults.cast_buffers(model, raw)
         self._autocast_modules = raw.not_built.get("torch_autocast.lower_precision_safe_modules")
         statements = (*accelerate_statements(), *request.mesh_statements)
         return replace(request, mesh_statements=statements, drops_idle_schedule=True)

@@ -122,6 +122,56 @@ def test_batch_norms_keep_the_values_they_have() -> None:
     )
 
 
+class Positions(nn.Module):
+    """Adds a table, which is a buffer, to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0, 1, HIDDEN))
+        self.register_buffer("index", torch.arange(HIDDEN))
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.table[self.index]
+
+
+@pytest.mark.parametrize("under_init", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_buffers_have_the_dtype_of_the_computation(
+    dtype: torch.dtype, under_init: bool, tmp_path: Path
+) -> None:
+    import deepspeed
+
+    modes = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    given = config(3, **({modes[dtype]: {"enabled": True}} if dtype in modes else {}))
+
+    def engine_of() -> Any:
+        with deepspeed.zero.Init(config_dict_or_path=given, enabled=under_init):
+            layers = [nn.Linear(HIDDEN, HIDDEN), Positions(), nn.BatchNorm1d(HIDDEN)]
+            model = nn.Sequential(*layers, nn.Linear(HIDDEN, 1))
+        return built(given, model)
+
+    engine = engine_of()
+    loss = engine(torch.randn(4, HIDDEN, dtype=dtype)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    engine.save_checkpoint(tmp_path)
+    whole = engine.module_state_dict()
+    assert whole["1.table"].dtype == dtype and whole["1.index"].dtype == torch.int64
+    # Running statistics stay in fp32, with the other values of a batch norm.
+    assert whole["2.running_mean"].dtype == torch.float32
+    loaded = engine_of()
+    loaded.module[1].table.zero_()
+    loaded.load_checkpoint(tmp_path)
+    assert torch.equal(loaded.module[1].table, whole["1.table"])
+    assert torch.equal(loaded.module[2].running_var, whole["2.running_var"])
+
+
+def test_autocast_leaves_buffers_as_they_are() -> None:
+    autocast = {"enabled": True, "dtype": "bfloat16"}
+    engine = built(config(1, torch_autocast=autocast), nn.Sequential(Positions()).append(Model()))
+    assert engine.module[0].table.dtype == torch.float32
+
+
 def test_autocast_marks_the_parameters_of_layers_it_computes_in_16_bits() -> None:
     from deepspeed.runtime.torch_autocast import (
         get_all_comm_dtypes,
