@@ -43,6 +43,7 @@ from .before_initialize import tensor_parallel_statement
 from .comm import init_distributed
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine, curriculum_loader
+from .module_copies import allow_copies
 from .optimizer import dropin_class, named_class, scale_at_stage_0
 from .parameters import show_ds_names
 from .zero import DropInGatheredParameters, DropInInit
@@ -232,7 +233,7 @@ class DeepSpeedDropIn(DeepSpeedNames):
         return BuildRules(model, dropin_class)
 
     def finish(self, engine: DeepSpeedEngine) -> None:
-        """Create the process groups of the engine's mesh.
+        """Create the process groups of the engine's mesh, and allow copies of whole weights.
 
         If autocast is configured, `comm_dtype` of the parameters that it covers is set, as in
         DeepSpeed.
@@ -242,6 +243,8 @@ class DeepSpeedDropIn(DeepSpeedNames):
             init = import_module(".torch_autocast", __package__).init_autocast_params
             init(engine, autocast, self._autocast_modules)
         groups.make_groups(engine.mesh)
+        if engine.runtime.settings.stage < 3:
+            allow_copies(engine.module)
 
 
 def _layers_of(model: nn.Module) -> nn.Module | None:

@@ -38,6 +38,7 @@ from . import groups
 from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
 from .missing import ENGINE, engine_name_missing, missing_names
+from .module_copies import refuse_copies
 from .moe import has_moe_layers
 from .parameters import show_ds_names
 
@@ -707,6 +708,7 @@ class DeepSpeedEngine(ZeroEngine):
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks = []
+        refuse_copies(self.module)
         super().destroy()
 
     def __dir__(self) -> list[str]:
