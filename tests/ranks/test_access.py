@@ -563,6 +563,40 @@ def test_the_whole_model_runs_inside_the_block(setting: Setting) -> None:
 
 
 @on_stages_1_to_3
+@pytest.mark.parametrize("grad", [False, True])
+def test_one_rank_runs_the_whole_model_alone_inside_the_block(grad: bool, setting: Setting) -> None:
+    plain, model = Plain(Model), seeded(Model)
+    engine = engine_for(model, setting)
+    for step in range(2):
+        with Gathered(model):
+            if here() == 0:
+                with torch.set_grad_enabled(grad):
+                    found = engine.eval()(batch(0, step))
+                assert torch.equal(found, plain.mine.eval()(batch(0, step)))
+                engine.train()
+                plain.mine.train()
+        plain.run(train, step)
+        plain.update()
+        train(engine, here(), step, engine.backward)
+        engine.step()
+    assert_same_state(model, plain.mine)
+
+
+@on_stages_1_to_3
+def test_a_backward_after_the_block_follows_a_forward_inside_it(setting: Setting) -> None:
+    plain, model = Plain(Model), seeded(Model)
+    engine = engine_for(model, setting)
+    for step in range(2):
+        plain.run(train, step)
+        plain.update()
+        with Gathered(model):
+            loss = F.cross_entropy(engine(batch(here(), step)), batch(here(), step))
+        engine.backward(loss)
+        engine.step()
+    assert_same_state(model, plain.mine)
+
+
+@on_stages_1_to_3
 def test_nested_blocks_disabled_blocks_and_foreign_parameters(setting: Setting) -> None:
     model, plain = seeded(Model), seeded(Model)
     _engine = engine_for(model, setting)

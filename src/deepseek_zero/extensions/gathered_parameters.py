@@ -239,6 +239,10 @@ class GatheredParameters:
         for group in self.groups:
             group.is_pinned = False
             _holders.pop(group, None)
+            runtime = group.runtime()
+            if runtime is not None and group.unsharded is None:
+                # A forward inside the block has used the values of the block.
+                runtime.unit_of(group).reshard()
             for member in group.members:
                 if group.is_sharded and group.unsharded is None:
                     with without_torch_function():

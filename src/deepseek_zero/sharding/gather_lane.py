@@ -89,7 +89,8 @@ class GatherLane:
         name = "forward"
         if walk is self.schedule.backward or walk is self.schedule.accumulate:
             name = "backward"
-        if self._meets_at_begin:
+        # Without a unit to gather, as inside `GatheredParameters`, one rank may run forward alone.
+        if self._meets_at_begin and any(unit.is_gathered_from_ranks for unit in self.units):
             # Other ranks read this rank's slices in place. Announce that they are written.
             self.comm.shard.in_place.begin(name)
         self._first_passes.begin(name)

@@ -139,6 +139,11 @@ class Unit:
         return any(group.weight_gather.makes_copies for group in self.sharded)
 
     @property
+    def is_gathered_from_ranks(self) -> bool:
+        """Return whether the unit has sharded weights outside of `GatheredParameters` blocks."""
+        return any(not group.is_pinned for group in self.sharded)
+
+    @property
     def numel(self) -> int:
         """Return the number of elements of all groups with padding, the unit's largest message."""
         return sum(group.layout.padded_numel for group in self.groups)
