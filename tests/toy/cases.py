@@ -506,7 +506,7 @@ def copies_of_a_step(path: Path) -> None:
             engine.backward(loss)
             del loss
             norms = 8 * sum(
-                len(group.gradient.sum.known_squares.norms)
+                len(group.gradient.sum.known_squares)
                 for group in engine.parts.runtime.trained_groups
             )
             held = library.held_bytes()

@@ -31,6 +31,7 @@ from ..engine.exporting import Exports
 from ..engine.memory import memory_report, traced
 from ..engine.micro_batches import change_accumulation
 from ..engine.state_offload import KINDS, StateOffload
+from ..optim.inner_states import load_states
 from ..report.measure import MemoryReport
 from ..sharding.step_state import Phase
 
@@ -80,7 +81,7 @@ class ZeroEngine(Exports, Engine):
 
         States on another memory tier are fetched first.
         """
-        return self.optimizer.load_states() if self.optimizer is not None else {}
+        return load_states(self.optimizer.shard_set) if self.optimizer is not None else {}
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -102,6 +102,35 @@ class LongWork:
         return ", ".join(parts)
 
 
+class FirstWork:
+    """Report the progress of an operation only the first time that it runs.
+
+    Args:
+        what: The name of the operation in the log.
+        total: The amount of work of the first run.
+        unit: The unit of `total`, "bytes" or "parameters".
+    """
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self._what = what
+        self._total = total
+        self._unit = unit
+        self._work: LongWork | None = None
+
+    def begin(self) -> None:
+        """Begin a part of the work."""
+        if self._work is None:
+            self._work = LongWork(self._what, self._total, self._unit)
+
+    def advance(self, amount: int) -> None:
+        """Add to the completed amount of the first run, after `begin`."""
+        work = self._work
+        if work is not None and work.done < work.total:
+            work.advance(amount)
+            if work.done >= work.total:
+                work.finish()
+
+
 class FirstPasses:
     """Report the progress of the first pass of each name, which may be slow.
 

@@ -27,7 +27,8 @@ from ..base.mesh import AXES
 from ..base.nested import inner_tensors, is_subclass
 from ..comm.agreement import gather_outcomes
 from ..optim.inner_states import discard_updates, load_inner, reset_states
-from ..optim.master_shard import MasterShard, ParamOverlap
+from ..optim.master_shard import MasterShard
+from ..optim.param_overlap import ParamOverlap, overlaps_of
 from ..optim.sharded import ShardedOptimizer
 from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
@@ -458,7 +459,7 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
     """
     piece = ModelPiece.of(optimizer.runtime)
     for _, shard in _shards_by_group(optimizer):
-        overlaps = list(shard.overlaps())
+        overlaps = list(overlaps_of(shard))
         for key in _moment_keys(reader, overlaps, piece):
             for overlap in overlaps:
                 yield piece.range_of(MOMENT, member_of(overlap), key, overlap.start, overlap.stop)
@@ -746,7 +747,7 @@ def _shard_state(
     reader: StateReader, manifest: Manifest, shard: MasterShard, before: Plain
 ) -> Plain:
     """Read the state of one shard: moments, states of other shapes, and counters."""
-    overlaps = list(shard.overlaps())
+    overlaps = list(overlaps_of(shard))
     piece = ModelPiece.of(shard.group.runtime())
     state: Plain = {}
     for key in _moment_keys(reader, overlaps, piece):

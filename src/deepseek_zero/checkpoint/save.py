@@ -456,7 +456,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
     if optimizer is not None:
         optimizer_name = type(optimizer.inner).__name__
         extra["optimizer_package"] = package_of(optimizer.inner)
-        for names in optimizer.names_by_group:
+        for names in optimizer.shard_set.names_by_group:
             whole = (piece.names.get(name, name) for name in names)
             extra["groups"].append(list(dict.fromkeys(whole)))
     compression = runtime.settings.compression

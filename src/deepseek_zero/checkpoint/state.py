@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from ..base.errors import CheckpointError
 from ..base.nested import inner_tensors, is_subclass
-from ..optim.master_shard import MasterShard, ParamOverlap
+from ..optim.master_shard import MasterShard
+from ..optim.param_overlap import ParamOverlap, overlaps_of
 from ..optim.sharded import ShardedOptimizer
 from ..optim.tile_memory import StorageRange
 from ..planner.extras import feedback_of
@@ -291,7 +292,7 @@ def _moment_items(
     for key, value in optimizer.inner.state.get(shard.param, {}).items():
         if not isinstance(value, Tensor) or is_scalar_state(value, shard.param):
             continue
-        for overlap in shard.overlaps():
+        for overlap in overlaps_of(shard):
             if not chunks.are_written(group, group.members[overlap.number]):
                 continue
             if is_subclass(value):

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError
 from ..checkpoint.boxes import ParamPart, assemble
-from ..optim.master_shard import MasterShard, ParamOverlap
+from ..optim.master_shard import MasterShard
 from ..optim.param_groups import CUT_INTO, TIED_TO
+from ..optim.param_overlap import ParamOverlap, overlaps_of
 from ..planner.rows import rows_of
 from ..planner.split import split_of
 
@@ -121,7 +122,7 @@ class ClientStates:
             UsageError: The shard is a part of a parameter, and a state of that parameter is neither
                 a number nor of the parameter's shape.
         """
-        overlaps = list(shard.overlaps())
+        overlaps = list(overlaps_of(shard))
         states = [state for overlap in overlaps if (state := self._state_of(overlap)) is not None]
         if not states:
             return {}

@@ -112,7 +112,7 @@ def plan_of(
     Returns:
         The plan; printing it shows a table.
     """
-    update = optimizer.plan if optimizer is not None else None
+    update = optimizer.shard_set.plan if optimizer is not None else None
     found = replace(runtime.plan, update=update)
     seen = pipeline.seen_bytes() if pipeline is not None else None
     if found.pipeline is not None and seen is not None:

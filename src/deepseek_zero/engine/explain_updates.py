@@ -18,7 +18,7 @@ def explain_updates(optimizer: ShardedOptimizer) -> list[str]:
     rules = [optimizer.updater.one_pass.rule(group) for group in optimizer.param_groups]
     count = sum(
         shard.has_kernel and rule is not None
-        for of_group, rule in zip(optimizer.shards_by_group, rules, strict=True)
+        for of_group, rule in zip(optimizer.shard_set.shards_by_group, rules, strict=True)
         for shard in of_group
     )
     if refused := optimizer.updater.one_pass.refused:
@@ -28,7 +28,7 @@ def explain_updates(optimizer: ShardedOptimizer) -> list[str]:
         ]
     if shards and count == len(shards):
         return [f"updates: {name} by compiled kernels, in one pass over memory"]
-    plan = optimizer.plan
+    plan = optimizer.shard_set.plan
     if not any(rules):
         why = f"there is no kernel for {name} with these options"
     elif plan.device != CPU and plan.settings.gpu_kernels and cuda.why_not(plan.device) is not None:

@@ -24,6 +24,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..report.measure import moments_of
 from ..sharding.buffer import FlatBuffer, StateGuard
 from ..sharding.param_group import ParamGroup
+from ..sharding.regroup import drop_gradient_buffers, is_empty
 from ..sharding.runtime import Runtime
 from ..tiers.parked import ParkedStorages
 
@@ -89,8 +90,8 @@ class StateOffload:
         parked.park(each for each in self._tensors(new) if in_file or each.device.type == kind)
         if LP_GRADS in new:
             for group in self.runtime.trained_groups:
-                if group.gradient.is_empty:
-                    group.gradient.drop_buffers()
+                if is_empty(group.gradient):
+                    drop_gradient_buffers(group.gradient)
         if GRAD_BUFFER in new:
             self._drop_buffers()
         trim_heap()

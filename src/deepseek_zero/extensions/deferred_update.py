@@ -9,11 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from ..optim.master_shard import Tile, tiles_by_group
 from ..optim.tile_memory import TilePrefetcher
 from ..optim.update_policy import Stepping, UpdatePolicy
-from ..optim.updater import Decision, Updater, hypers_of
+from ..optim.updater import Decision, Hypers, Updater
+from ..sharding.grad_sum import GradState
+from ..sharding.gradient import Gradient
 from ..sharding.param_group import ParamGroup
 
 
@@ -51,7 +57,7 @@ class DeferredUpdate(UpdatePolicy):
         self._decision = replace(due, hypers=due.hypers or hypers_of(updater.inner))
         self._tiles_left = tiles_by_group(tiles)
         for group in self._tiles_left:
-            group.gradient.hold()
+            hold(group.gradient)
             group.set_pending(self)
 
     @property
@@ -99,5 +105,44 @@ class DeferredUpdate(UpdatePolicy):
             self._tiles_left[group] -= 1
             if not self._tiles_left[group]:
                 group.set_pending(None)
-                group.gradient.end_hold()
+                end_hold(group.gradient)
         return True
+
+
+def hypers_of(optimizer: Optimizer) -> Hypers:
+    """Return a copy of the optimizer's current hyper-parameters, by parameter group.
+
+    Args:
+        optimizer: The inner optimizer.
+    """
+
+    def copy_of(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) else value
+
+    return [
+        {key: copy_of(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def hold(gradient: Gradient) -> None:
+    """Keep a reduced gradient after its step, until `end_hold`.
+
+    Args:
+        gradient: The gradient of a group with a deferred update.
+    """
+    total = gradient.sum
+    if total.state is GradState.EMPTY:
+        # No member has a gradient, so none is updated.
+        total.absent = set(range(len(gradient.group.members)))
+    total.enter(GradState.HELD)
+
+
+def end_hold(gradient: Gradient) -> None:
+    """Discard a reduced gradient after the deferred update has used it.
+
+    Args:
+        gradient: The gradient of a group with a deferred update.
+    """
+    gradient.sum.enter(GradState.EMPTY)
+    gradient.discard()

@@ -17,12 +17,13 @@ from typing import Any
 
 from ..base.errors import UsageError
 from ..optim.update_policy import Stepping, UpdatePolicy
-from ..optim.updater import Decision
+from ..optim.updater import Decision, Hypers
 from ..planner.extras import late_gradient_of
 from ..planner.spec import S, Spec
 from ..sharding.grad_sum import GradState, GradSum
 from ..sharding.gradient import Gradient
 from ..sharding.param_group import ParamGroup
+from .deferred_update import hypers_of
 
 _TILE_NUMEL = 1 << 20  # Elements that are swapped at a time if the buffers cannot be exchanged
 
@@ -138,13 +139,13 @@ class DelayedUpdate(UpdatePolicy):
             gradients; None if no gradients are stored.
     """
 
-    keeps_decisions = True
     checkpoint_key = "owed"
     needs_moments = True
 
     groups: Sequence[ParamGroup]
     after: int
     deferred: Decision | None = None
+    _hypers: Hypers | None = None  # of this step, before its update
 
     def attach(self, optimizer: Stepping) -> None:
         self._updater = optimizer.updater
@@ -180,7 +181,10 @@ class DelayedUpdate(UpdatePolicy):
         return replace(self.deferred, source=delayed_gradient)
 
     def due(self, made: Decision | None) -> Decision | None:
-        return self.deferred if self.is_on else made
+        if not self.is_on:
+            return made
+        self._hypers = hypers_of(self._updater.inner)
+        return self.deferred
 
     def keep(self, made: Decision | None) -> None:
         """Store this step's gradients, factor and hyper-parameters for the next step.
@@ -195,7 +199,7 @@ class DelayedUpdate(UpdatePolicy):
             return
         for group in self.groups:
             delayed_gradient(group).swap(keep=made is not None)
-        self.deferred = made
+        self.deferred = None if made is None else replace(made, hypers=self._hypers)
 
     def discard(self) -> None:
         self.deferred = None

@@ -36,7 +36,7 @@ class ErrorFeedback(GradReduction):
 
         Args:
             partial: This rank's partial gradient.
-            target: The output, this rank's slice of the sum.
+            target: The output, a view of `partial` at stages 0 and 1.
             what: The name of the unit, used in error messages.
             add: Whether to add the sum to the values of `target`, instead of overwriting them.
 
@@ -46,26 +46,9 @@ class ErrorFeedback(GradReduction):
         Note:
             Collective: every rank of the shard group must call it in the same order.
         """
-        self._attach(partial)
+        self.group.guard.before_write()
+        partial.errors = self.ensure_errors()
         return super().reduce(partial, target, what, add=add)
-
-    def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Add earlier compression errors to a partial gradient, and start to sum it in place.
-
-        Args:
-            partial: This rank's partial gradient, which the sum overwrites.
-            what: The name of the unit, used in error messages.
-            has_earlier_sum: Whether the gradient of an earlier backward of the same step has been
-                summed already. The caller adds the two sums.
-
-        Returns:
-            A handle. The sum may be read after its `wait()` has returned.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
-        self._attach(partial)
-        return super().reduce_in_place(partial, what, has_earlier_sum=has_earlier_sum)
 
     def own_states(self) -> dict[str, Tensor]:
         return {} if self._errors is None else {"gradients": self._errors.memory}
@@ -76,11 +59,21 @@ class ErrorFeedback(GradReduction):
             self._errors.forget()
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Restore the compression errors from a checkpoint.
+
+        Args:
+            saved: The result of `own_states`.
+        """
         errors = self.ensure_errors()
         if "gradients" in saved:
             errors.memory.copy_(saved["gradients"])
 
     def scale(self, factor: float) -> None:
+        """Multiply the compression errors by a factor.
+
+        Args:
+            factor: The new loss scale divided by the old one.
+        """
         if self._errors is not None:
             self.group.guard.before_write()
             self._errors.scale(factor)
@@ -98,10 +91,6 @@ class ErrorFeedback(GradReduction):
             what = f"what codes leave out of gradients of {group.members[0].name}"
             group.comm_ctx.tiers.budget.reserve_for(self._errors, self._errors.memory.nbytes, what)
         return self._errors
-
-    def _attach(self, partial: FlatBuffer) -> None:
-        self.group.guard.before_write()
-        partial.errors = self.ensure_errors()
 
 
 class ReplicatedErrorFeedback(ErrorFeedback, SumOverReplicas):
@@ -144,8 +133,8 @@ class ErrorFeedbackSteps(UpdatePolicy):
         every = self._feedback.reset_every
         is_reset = every is not None and self._updater.updates % every == 0
         if result.skipped or is_reset:
-            for group in self._runtime.trained_groups:
-                group.gradient.reduction.forget()
+            for reduction in self._reductions():
+                reduction.forget()
         self._scale(rescale)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
@@ -155,7 +144,8 @@ class ErrorFeedbackSteps(UpdatePolicy):
             group: The parameter group to which the errors belong.
             saved: This rank's errors, under the key "gradients".
         """
-        group.gradient.reduction.restore(saved)
+        if isinstance(group.gradient.reduction, ErrorFeedback):
+            group.gradient.reduction.restore(saved)
 
     def states_loaded(self, rescale: float) -> None:
         self._scale(rescale)
@@ -163,5 +153,9 @@ class ErrorFeedbackSteps(UpdatePolicy):
     def _scale(self, factor: float) -> None:
         if factor == 1.0:
             return
-        for group in self._runtime.trained_groups:
-            group.gradient.reduction.scale(factor)
+        for reduction in self._reductions():
+            reduction.scale(factor)
+
+    def _reductions(self) -> list[ErrorFeedback]:
+        reductions = [group.gradient.reduction for group in self._runtime.trained_groups]
+        return [each for each in reductions if isinstance(each, ErrorFeedback)]

@@ -23,7 +23,7 @@ from ..sharding.buffer import FlatBuffer
 from ..sharding.comm_context import boxes_in
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.param_group import ParamGroup
-from ..sharding.regroup import reduce_by
+from ..sharding.regroup import drop_gradient_buffers, reduce_by
 
 SIGNS = Signs()
 
@@ -43,6 +43,8 @@ class MomentumExchange(GradReduction):
         before: The gradient reduction that is used again when the exchange ends.
         plan_before: The dtypes and placements of the group's states while `before` is used.
     """
+
+    is_scaled = False
 
     def __init__(
         self,
@@ -102,11 +104,7 @@ class MomentumExchange(GradReduction):
     def tensors(self) -> list[Tensor]:
         return [*self.own_states().values(), self._coming]
 
-    @property
-    def is_scaled(self) -> bool:
-        return False
-
-    def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
+    def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
         """Start to exchange momenta, computed from this rank's own gradient.
 
         The momentum over all ranks replaces the gradient. Momenta and errors are not multiplied by
@@ -114,21 +112,21 @@ class MomentumExchange(GradReduction):
 
         Args:
             partial: This rank's gradient of all elements of the group.
+            target: The output, a view of `partial`: of all slices or of this rank's slice.
             what: The name of the unit, used in error messages.
-            has_earlier_sum: Whether an earlier backward of the step was reduced already, which is
-                not supported.
+            add: False, because the momenta replace the gradient.
 
         Returns:
             A handle. The result may be read after its `wait()` has returned.
 
         Raises:
-            UsageError: `has_earlier_sum` is true.
+            UsageError: An earlier backward of the step was reduced already.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
         """
         group = self.group
-        if has_earlier_sum:
+        if group.gradient.earlier is not None:
             raise UsageError(
                 f"the gradient of '{group.members[0].name}' comes in two parts behind OneBitAdam's "
                 "freeze_step.",
@@ -138,9 +136,7 @@ class MomentumExchange(GradReduction):
         group.guard.before_write()
         comm = group.comm_ctx.comm
         pool = group.comm_ctx.pool
-        into = partial.memory
-        if not group.plan.sums_to_all:
-            into = partial.shard(comm.rank)
+        into = target.memory
         length = self._length
         sent = pool.take(comm.size * length, SIGNS.dtype)
         inbox = None if comm.reads_in_place else pool.take((comm.size - 1) * length, SIGNS.dtype)
@@ -273,7 +269,7 @@ def exchange_momenta(
         plan = before.plan_before
         before = before.before
     else:
-        group.gradient.drop_buffers()
+        drop_gradient_buffers(group.gradient)
     exchange = MomentumExchange(group, beta1, own, saved, loss_scale, before, plan)
     reduce_by(group, exchange, with_momenta_exchanged(plan, SIGNS))
 
@@ -289,5 +285,5 @@ def reduce_gradients(group: ParamGroup) -> None:
     """
     exchange = group.gradient.reduction
     if isinstance(exchange, MomentumExchange):
-        group.gradient.drop_buffers()
+        drop_gradient_buffers(group.gradient)
         reduce_by(group, exchange.before, exchange.plan_before)

@@ -19,7 +19,7 @@ from ..optim.verdict import StepResult
 from ..optimizers.one_bit_adam import OneBitAdam
 from ..planner.spec import R
 from ..sharding.param_group import ParamGroup
-from .momentum_exchange import exchange_momenta, reduce_gradients
+from .momentum_exchange import MomentumExchange, exchange_momenta, reduce_gradients
 
 
 class MomentumSteps(UpdatePolicy):
@@ -131,7 +131,8 @@ class MomentumSteps(UpdatePolicy):
             Collective: every rank must call it.
         """
         for group in self._optimizer.runtime.trained_groups:
-            group.gradient.reduction.end_step(keep=not result.skipped)
+            if isinstance(group.gradient.reduction, MomentumExchange):
+                group.gradient.reduction.end_step(keep=not result.skipped)
         self._follow(is_forced=False)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
-from ..optim.master_shard import ParamOverlap
+from ..optim.inner_states import load_states
+from ..optim.param_overlap import ParamOverlap, overlaps_of
 from ..optim.sharded import ShardedOptimizer
 from ..planner.layout import Slot
 from ..planner.spec import R, S
 from ..precision.policy import cast_master
 from ..sharding.buffer import FlatBuffer
-from ..sharding.grad_edits import complete
+from ..sharding.grad_edits import complete, own_part
 from ..sharding.param_group import ParamGroup
 from ..sharding.param_ranges import local_range, owned_range
 from ..sharding.sharded_parameter import owner_of
@@ -154,7 +155,7 @@ def safe_set_local_optimizer_state(
 def _covers(optimizer: ShardedOptimizer, owner: ParamGroup, name: str) -> Iterator[ParamOverlap]:
     for shard in optimizer.shards():
         if shard.group is owner and name in shard.names:
-            yield from (cover for cover in shard.overlaps() if cover.slot.name == name)
+            yield from (cover for cover in overlaps_of(shard) if cover.slot.name == name)
 
 
 def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, Tensor]]:
@@ -164,7 +165,7 @@ def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, 
         return
     owner.guard.refuse_offloaded()  # on every rank, even if this one has no part of the parameter
     for cover in _covers(optimizer, owner, owner.name_of(param)):
-        state = optimizer.load_states().get(cover.shard.param, {}).get(key)
+        state = load_states(optimizer.shard_set).get(cover.shard.param, {}).get(key)
         if isinstance(state, Tensor) and state.shape == cover.shard.param.shape:
             yield cover, cover.of(state)
 
@@ -181,7 +182,7 @@ def _optimizer(owner: ParamGroup, param: nn.Parameter) -> ShardedOptimizer:
 
 
 def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
-    known = sorted({key for state in optimizer.load_states().values() for key in state})
+    known = sorted({key for state in load_states(optimizer.shard_set).values() for key in state})
     reason = "An optimizer makes its state in its first step."
     fix = "take a step first."
     if known:
@@ -306,8 +307,11 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if found is not None or not isinstance(owner, ParamGroup) or owner.plan.grad is None:
         return found
-    own = owner.gradient.summand.collected(owner.index[id(param)])
-    return own.view(param.shape).float().clone() if own is not None else None
+    summand = owner.gradient.summand
+    number = owner.index[id(param)]
+    if number not in summand.arrived:
+        return None
+    return summand.values(number).view(param.shape).float().clone()
 
 
 def full_grad(param: nn.Parameter) -> Tensor | None:
@@ -361,7 +365,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     owner.grad_view.take_assigned()
     if not owner.gradient.sum.has(owner.index[id(param)]):
         return None
-    return owner.gradient.sum.own_part(_slot(owner, param)).float().clone()
+    return own_part(owner.gradient.sum, _slot(owner, param)).float().clone()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -377,7 +381,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     owner = _owner_of_grad(param)
     slot = _slot(owner, param)
     with torch.no_grad():
-        part = _part(value, owner.gradient.sum.own_part(slot).numel(), slot.name)
+        part = _part(value, own_part(owner.gradient.sum, slot).numel(), slot.name)
         owner.grad_view.edits.assign_shard(owner.index[id(param)], part)
 
 

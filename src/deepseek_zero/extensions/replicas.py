@@ -17,7 +17,7 @@ from ..planner.layout import FlatLayout
 from ..planner.spec import P, R, Spec
 from ..sharding.buffer import FlatBuffer
 from ..sharding.comm_context import CommContext
-from ..sharding.grad_reduction import GradReduction, own_slice
+from ..sharding.grad_reduction import GradReduction
 from ..sharding.move import all_gather, move
 from ..sharding.param_group import ParamGroup
 
@@ -29,37 +29,12 @@ class SumOverReplicas(GradReduction):
         outer: The context of the ranks that hold the same slices in other replicas.
     """
 
+    sums_all = False
+
     def __init__(self, group: ParamGroup) -> None:
         super().__init__(group)
         assert group.comm_ctx.outer is not None
         self.outer = group.comm_ctx.outer
-
-    @property
-    def sums_all(self) -> bool:
-        return False
-
-    @property
-    def is_local(self) -> bool:
-        return False
-
-    def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        """Start to reduce the gradients of this replica into this rank's slice.
-
-        At stage 0 every rank needs all slices. `complete` gathers the slices of the other ranks.
-
-        Args:
-            partial: This rank's gradient of all elements of the group.
-            what: The name of the unit, used in error messages.
-            has_earlier_sum: Whether an earlier backward of the step was reduced already; not used.
-
-        Returns:
-            A handle. The result may be read after its `wait()` has returned.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
-        comm_ctx = self.group.comm_ctx
-        return move(partial, own_slice(partial, comm_ctx.comm.rank), comm_ctx, what)
 
     def complete(self, buffer: FlatBuffer, what: str) -> Pending:
         """Start to add up the sums of all replicas, in place.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -37,9 +37,10 @@ from ..base.memory import offer_pages
 from ..base.quantities import format_bytes
 from ..optim.master_shard import MasterShard, Tile, Tiles, collected
 from ..optim.moments import Moments
+from ..optim.offloaded_states import staged_ranges, storage_ranges
 from ..optim.tile_memory import Scratch, StorageRange
 from ..optim.update_policy import Stepping, UpdatePolicy
-from ..optim.updater import Decision, Updater, hypers_of
+from ..optim.updater import Decision, Updater
 from ..precision.loss_scale import LossScaler
 from ..sharding.grad_sum import squares_of
 from ..sharding.message import has_pages_to_return
@@ -47,6 +48,7 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.step_state import Phase
 from ..sharding.unit import Unit
+from .deferred_update import hypers_of
 from .delayed_update import DelayedUpdate, refuse_joining_with_undo_log
 
 # Optimizers whose step over one shard uses only that shard, its entry in `state` and constant
@@ -73,7 +75,6 @@ class SpeculativeUpdate(UpdatePolicy):
         undone: The number of these updates that were undone.
     """
 
-    keeps_decisions = True
     undoes = True
 
     def __init__(self, delay: DelayedUpdate | None, budget: int, *, speculates: bool) -> None:
@@ -240,6 +241,8 @@ class SpeculativeUpdate(UpdatePolicy):
             The numbers of the units whose updates are confirmed. The step must not update them
             again.
         """
+        if due is not None and due.hypers is None:
+            due = replace(due, hypers=hypers_of(self.updater.inner))
         if self._decision is None or due is None or not _agree(self._decision, due):
             self.flush()
         stands = frozenset(self._done)
@@ -410,8 +413,8 @@ class UndoLog:
 
     def _written(self, shard: MasterShard) -> Iterator[StorageRange]:
         """Yield every range that an update of this shard writes, except counters."""
-        yield from (stretch for stretch in shard.storage_ranges() if stretch.changes)
-        yield from (stretch for stretch in shard.staged_ranges() if stretch.changes)
+        yield from (stretch for stretch in storage_ranges(shard) if stretch.changes)
+        yield from (stretch for stretch in staged_ranges(shard) if stretch.changes)
         yield from (stretch for stretch, _ in self._moments.storages(shard))
 
     def _copy(self, values: Tensor) -> Tensor:

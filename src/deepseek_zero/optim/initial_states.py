@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from ..base.errors import UsageError
 from ..optimizers.plain_steps import raw_step, undecorated
 from ..optimizers.registry import known_arguments
-from .master_shard import MasterShard, ParamOverlap
+from .master_shard import MasterShard
+from .param_overlap import ParamOverlap
 
 
 class InitialStates(Protocol):

@@ -36,11 +36,30 @@ def discard_updates(shards: ShardSet) -> None:
         policy.discard()
 
 
-def saved_states(shards: ShardSet) -> dict[str, Any]:
-    """Return this rank's state of the inner optimizer, with the ranges of its shards.
+def load_states(shards: ShardSet) -> dict[Tensor, dict[str, Any]]:
+    """Run pending updates, fetch offloaded moments, and return the states of all shards.
 
-    The moments must be in memory (see `ShardedOptimizer.load_states`).
+    The result is ordered by shard, not by the order in which shards were updated.
+
+    Args:
+        shards: The shards that the optimizer updates.
+
+    Raises:
+        StorageError: A disk failed.
+        UsageError: An earlier update failed.
     """
+    shards.finish()
+    states = shards.inner.state
+    for shard in shards.all():
+        shards.moments.load(shard, working=False)
+        if shard.param in states:
+            states[shard.param] = states.pop(shard.param)
+    return states
+
+
+def saved_states(shards: ShardSet) -> dict[str, Any]:
+    """Return this rank's state of the inner optimizer, with the ranges of its shards."""
+    load_states(shards)
     stretches = [
         [(shard.names[0], shard.start, shard.stop) for shard in of_group]
         for of_group in shards.shards_by_group

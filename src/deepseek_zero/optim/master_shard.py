@@ -7,23 +7,18 @@ updated in place, the values are copied for the update.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..planner.layout import Slot
-from ..planner.spec import R
-from ..planner.update import ShardRange, UpdatePlan
-from ..planner.update import Tile as PlannedTile
-from ..precision.compact import StochasticRounding
+from ..planner.update import ShardRange
 from ..precision.policy import scratch_numel
 from ..sharding.grad_sum import GradSum
 from ..sharding.main_weight import MasterWeight
 from ..sharding.param_group import ParamGroup
-from ..tiers.tier import COMPLETED, CopyEvent
-from .tile_memory import Scratch, StorageRange
+from .tile_memory import Scratch
 
 GradSource = Callable[[ParamGroup], GradSum]  # the gradient that a group is updated from
 
@@ -99,70 +94,16 @@ class MasterShard:
         part = source(self.group).read(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
 
-    def storage_ranges(self, source: GradSource = collected) -> Iterator[StorageRange]:
-        """Yield the storage ranges that the update of this shard reads or writes.
-
-        They belong to main weights, weights and gradients outside the training device.
-
-        Args:
-            source: A function that returns the reduced gradient of a parameter group.
-        """
-        for storage in self.master.offloaded():
-            yield StorageRange(storage, self.start, self.stop)
-        buffer = source(self.group).buffer
-        if buffer is not None and not buffer.storage.on_device:
-            yield StorageRange(buffer.storage, self.start, self.stop, changes=False)
-
-    def staged_ranges(
-        self, source: GradSource = collected, after: CopyEvent = COMPLETED
-    ) -> Iterator[StorageRange]:
-        """Yield the ranges on the training device that the host updates or reads.
-
-        Args:
-            source: A function that returns the reduced gradient of a parameter group.
-            after: Event of the device after which it does not change the ranges.
-        """
-        if self.master.staged is not None:
-            yield StorageRange(self.master.staged, self.start, self.stop, after=after)
-        staged = source(self.group).staged_tile()
-        if staged is not None:
-            yield StorageRange(staged, self.start, self.stop, changes=False, after=after)
-
-    def overlaps(self) -> Iterator[ParamOverlap]:
-        """Yield the range of each parameter that the shard covers."""
-        low = 0 if self.master.placement is R else self.group.layout.bounds(self.rank)[0]
-        first = low + self.start
-        last = low + self.stop
-        for number, member in enumerate(self.group.members):
-            slot = member.slot
-            start = max(slot.start, first)
-            stop = min(slot.stop, last)
-            if start < stop:
-                yield ParamOverlap(
-                    slot, start - slot.start, stop - slot.start, self, start - first, number
-                )
-
     def is_absent(self, source: GradSource) -> bool:
         """Return whether no parameter of the shard has a gradient, so the shard is not updated.
 
         Args:
             source: A function that returns the reduced gradient of a parameter group.
         """
-        absent = source(self.group).absent or set()
-        return bool(absent) and all(cover.number in absent for cover in self.overlaps())
-
-    def chance(self, chance: StochasticRounding, state: str) -> Tensor:
-        """Return random bits for stochastic rounding: an int16 tensor with one value per element.
-
-        Args:
-            chance: The source of the random bits of this update.
-            state: Name of the state that is rounded.
-        """
-        parts = [
-            chance.of(f"{state} of {cover.slot.name}", cover.start, cover.stop - cover.start)
-            for cover in self.overlaps()
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        absent = source(self.group).absent
+        if not absent:
+            return False
+        return {self.group.members[number].name for number in absent}.issuperset(self.names)
 
     def load_values(self, scratch: Scratch) -> None:
         """Load the main weight into `param` before the optimizer updates it.
@@ -183,18 +124,17 @@ class MasterShard:
             values = self.master.read(self.start, self.stop, into, helper)
         self.param.data = values.view(self.param.shape)
 
-    def store_values(self, scratch: Scratch, chance: StochasticRounding, *, keep: bool) -> None:
+    def store_values(self, scratch: Scratch, random: Tensor | None, *, keep: bool) -> None:
         """Store the updated values of `param` in the main weight, and free them in `param`.
 
         Args:
             scratch: Provides the tensor that `param` holds between updates if it is not updated in
                 place.
-            chance: Random bits for weights that are stored with stochastic rounding.
+            random: Random bits for main weights that are stored with stochastic rounding.
             keep: Whether to first write the values of `param` to the main weight. False after an
                 error.
         """
         if keep and self.master.in_place_view(self.start, self.stop) is None:
-            random = self.chance(chance, "weight") if self.master.is_rounded else None
             self.master.write_consuming(self.start, self.stop, self.param.data.reshape(-1), random)
         if keep:
             self.master.copy_to_weight(self.start, self.stop)
@@ -202,40 +142,6 @@ class MasterShard:
             self.param.data = scratch.placeholder(
                 self.param.shape, self.param.dtype, self.master.update_device
             )
-
-
-@dataclass(frozen=True)
-class ParamOverlap:
-    """The elements of one parameter that a shard covers.
-
-    Attributes:
-        slot: Place of the parameter in its group.
-        start: First covered element of the parameter.
-        stop: End of the covered elements.
-        shard: The shard that covers the elements.
-        offset: First covered element in the shard.
-        number: Index of the parameter in its group.
-    """
-
-    slot: Slot
-    start: int
-    stop: int
-    shard: MasterShard
-    offset: int
-    number: int
-
-    @property
-    def is_absent(self) -> bool:
-        """Return whether the parameter got no gradient in the last step."""
-        return self.number in (self.shard.group.gradient.sum.absent or ())
-
-    def of(self, state: Tensor) -> Tensor:
-        """Return a flat view of the covered elements of a state.
-
-        Args:
-            state: A tensor with one value for each element of the shard, for example a moment.
-        """
-        return state.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
 Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, shard)
@@ -254,37 +160,6 @@ class Tiles:
 
     now: list[Tile]
     later: dict[int, list[Tile]]
-
-    @classmethod
-    def of(cls, plan: UpdatePlan, shards_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:
-        """Build the tiles of a plan from its shards.
-
-        Args:
-            plan: The plan of the updates, which lists shards in tiles.
-            shards_by_group: Shards that were made from `plan.shards`, in the same order.
-
-        Returns:
-            The same tiles as in `plan.order`, made of shards.
-        """
-        shard_of = {
-            id(planned): shard
-            for ranges, shards in zip(plan.shards, shards_by_group, strict=True)
-            for planned, shard in zip(ranges, shards, strict=True)
-        }
-
-        def tile_of(planned_tile: PlannedTile) -> Tile:
-            tile = Tile()
-            filled = 0
-            for number, planned in planned_tile:
-                shard = shard_of[id(planned)]
-                shard.at = filled
-                shard.has_kernel = plan.has_kernel(number, planned)
-                tile.append((number, shard))
-                filled += shard.numel
-            return tile
-
-        later = {unit: list(map(tile_of, tiles)) for unit, tiles in plan.order.later.items()}
-        return cls(list(map(tile_of, plan.order.now)), later)
 
 
 def tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:

@@ -20,6 +20,7 @@ from ..base.nested import inner_tensors, is_subclass
 from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storage_format
 from ..tiers.tier import Storage, Tier
 from .master_shard import MasterShard
+from .param_overlap import random_bits
 from .tile_memory import Scratch, StorageRange
 
 
@@ -187,7 +188,9 @@ class Moments:
                 own = moment.storage.write(shard.start, shard.stop)
                 powers = self._scales(moment, shard)
                 if keep:
-                    moment.kept.encode(value.reshape(-1), own, powers, shard.chance(chance, name))
+                    moment.kept.encode(
+                        value.reshape(-1), own, powers, random_bits(shard, chance, name)
+                    )
             elif value.data_ptr() != own.data_ptr():
                 moment.storage.write(shard.start, shard.stop).copy_(value.reshape(-1))
             state[name] = self._seen(shard, moment, own, value.shape)

@@ -32,6 +32,7 @@ from ..precision.compact import StochasticRounding
 from ..precision.policy import LOW_PRECISION, has_nan, settle_nan
 from .master_shard import MasterShard
 from .moments import Moments
+from .param_overlap import overlaps_of
 
 _NOTHING: NDArray[Any] = np.zeros(0, np.int16)
 _ABSENT = torch.empty(0)
@@ -398,7 +399,7 @@ def pieces_of(shard: MasterShard) -> list[Piece]:
     """Return the ranges of the parameters that a shard covers."""
     return [
         Piece(cover.slot.name, cover.offset, cover.offset + cover.stop - cover.start, cover.start)
-        for cover in shard.overlaps()
+        for cover in overlaps_of(shard)
     ]
 
 

@@ -89,7 +89,7 @@ def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
     Note:
         Collective: every rank must call it.
     """
-    if len(set(verdict.absences)) > 1:
+    if verdict.absences_differ:
         agree(
             runtime.comm,
             absent_among(runtime.trained_groups) or ["none"],

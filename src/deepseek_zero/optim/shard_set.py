@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import NotBuiltError, UsageError
+from ..optimizers.plain_steps import undecorated
 from ..planner.split import split_of
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
+from ..planner.update import Tile as PlannedTile
 from ..precision.compact import StochasticRounding
 from ..precision.loss_scale import LossScaler
 from ..sharding.param_group import ParamGroup
@@ -21,9 +23,11 @@ from ..sharding.regroup import relayout
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from .initial_states import InitialStates, makes_states, state_of_first_step, states_at_construction
-from .master_shard import MasterShard, ParamOverlap, Tiles
+from .master_shard import MasterShard, Tile, Tiles
 from .moments import Moments
 from .one_pass import planned_layout
+from .param_groups import are_updated_on_cpu, prefer_fused
+from .param_overlap import ParamOverlap, overlaps_of
 from .step_settings import StepSettings, update_settings_of
 from .tile_memory import Scratch
 from .update_policy import UpdatePolicy
@@ -103,25 +107,42 @@ class ShardSet:
                 for group, uncut in zip(groups, self.uncut, strict=True)
             ]
             planned = self._planned("", groups)  # the optimizer's class is not known yet
-        self.tiles = Tiles.of(planned, self.shards_by_group)
+        self.tiles = tiles_of(planned, self.shards_by_group)
         self.scratch.grow(planned.fullest_tiles)
         self._reserve_staging(planned)
 
-    def attach(self, inner: Optimizer, initial_states: InitialStates | None) -> None:
-        """Attach the inner optimizer that was built over the shards.
+    def build_inner(
+        self,
+        groups: Sequence[dict[str, Any]],
+        make_inner: Callable[[list[dict[str, Any]]], Optimizer],
+        initial_states: InitialStates | None,
+    ) -> None:
+        """Build the inner optimizer over the shards.
 
         Args:
-            inner: The optimizer that computes the updates of shards.
+            groups: The optimizer's parameter groups, with parameters of the wrapped model.
+            make_inner: Builds the inner optimizer from groups of shards.
             initial_states: The states that the user's optimizer already had; None if there are
                 none.
         """
-        self.inner = inner
+        sliced = [
+            {**group, "params": [shard.param for shard in shards]}
+            for group, shards in zip(groups, self.shards_by_group, strict=True)
+        ]
+        with undecorated():
+            self.inner = make_inner(sliced)
         self._initial_states = initial_states
         # Adagrad makes its state at construction
-        self._has_states_at_construction = initial_states is not None or makes_states(inner)
-        self.moments = Moments(inner, self.scratch)
+        self._has_states_at_construction = initial_states is not None or makes_states(self.inner)
+        self.moments = Moments(self.inner, self.scratch)
         clock = self.runtime.comm.meter.clock
-        self.updater = Updater(inner, self.scratch, self.moments, self.settings.flow, clock)
+        numel = sum(shard.numel for shard in self.all())
+        self.updater = Updater(
+            self.inner, self.scratch, self.moments, self.settings.flow, clock, numel
+        )
+        prefer_fused(self.inner, on_cpu=are_updated_on_cpu(self.runtime))
+        # Plan again now that the optimizer's class is known, because it decides about kernels
+        self.tiles = tiles_of(self.plan, self.shards_by_group)
 
     def all(self) -> list[MasterShard]:
         """Return all shards that this rank updates, in the order of parameter groups."""
@@ -336,7 +357,7 @@ class ShardSet:
                 if shard is None:
                     span = ShardRange(owners[name].planned, start, stop, (name,), (stop - start,))
                     shard = self._shard(owners[name], span)
-                    shard.names = tuple(cover.slot.name for cover in shard.overlaps())
+                    shard.names = tuple(cover.slot.name for cover in overlaps_of(shard))
                 shards.append(shard)
             self.shards_by_group[number] = shards
         self.replan()
@@ -353,7 +374,7 @@ class ShardSet:
         for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
             group["params"] = [shard.param for shard in shards]
         planned = self.plan
-        self.tiles = Tiles.of(planned, self.shards_by_group)
+        self.tiles = tiles_of(planned, self.shards_by_group)
         self.scratch.grow(planned.fullest_tiles)
         self._reserve_staging(planned)
         for policy in self.policies:
@@ -369,6 +390,37 @@ class ShardSet:
         self.runtime.comm_ctx.copy_engine.reserve_staging(planned.staging_bytes(tiles))
 
 
+def tiles_of(plan: UpdatePlan, shards_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:
+    """Build the tiles of a plan from its shards.
+
+    Args:
+        plan: The plan of the updates, which lists shards in tiles.
+        shards_by_group: Shards that were made from `plan.shards`, in the same order.
+
+    Returns:
+        The same tiles as in `plan.order`, made of shards.
+    """
+    shard_of = {
+        id(planned): shard
+        for ranges, shards in zip(plan.shards, shards_by_group, strict=True)
+        for planned, shard in zip(ranges, shards, strict=True)
+    }
+
+    def tile_of(planned_tile: PlannedTile) -> Tile:
+        tile = Tile()
+        filled = 0
+        for number, planned in planned_tile:
+            shard = shard_of[id(planned)]
+            shard.at = filled
+            shard.has_kernel = plan.has_kernel(number, planned)
+            tile.append((number, shard))
+            filled += shard.numel
+        return tile
+
+    later = {unit: list(map(tile_of, tiles)) for unit, tiles in plan.order.later.items()}
+    return Tiles(list(map(tile_of, plan.order.now)), later)
+
+
 def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
     """Return the ranges of a shard within which all parameters have the same key.
 
@@ -378,7 +430,7 @@ def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[Sh
         shard: The shard to divide.
         apart: A function that returns the key of a parameter's range.
     """
-    covers = list(shard.overlaps())
+    covers = list(overlaps_of(shard))
     runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
     if len(runs) < 2:
         return [shard.planned]

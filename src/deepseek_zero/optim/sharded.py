@@ -11,22 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..base.device import ScalesItself, adopt_step_hooks
 from ..base.errors import UsageError
 from ..comm.agreement import AllRanks
 from ..comm.collectives import propagate_errors
-from ..optimizers.plain_steps import undecorated
 from ..planner.update import UpdatePlan
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .executor_updates import ExecutorUpdates
 from .initial_states import InitialStates
-from .inner_states import load_saved_states, saved_states
+from .inner_states import load_saved_states, load_states, saved_states
 from .master_shard import MasterShard, Tiles
-from .param_groups import are_updated_on_cpu, prefer_fused, with_replacements
+from .param_groups import with_replacements
 from .rank_agreement import compare_optimizers
 from .shard_set import ShardSet
 from .step import Step
@@ -87,23 +85,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.last_norm = 0.0  # gradient norm of the last step that was not skipped
         self.shard_set = ShardSet(runtime, groups, settings, scaler, planned, self.policies)
         self.scratch = self.shard_set.scratch
-        self.params_by_group = self.shard_set.params_by_group
-        self.names_by_group = self.shard_set.names_by_group
-        self.shards_by_group = self.shard_set.shards_by_group
-        sliced = [
-            {**group, "params": [shard.param for shard in shards]}
-            for group, shards in zip(groups, self.shards_by_group, strict=True)
-        ]
-        with undecorated():
-            self.inner = make_inner(sliced)
-        self.shard_set.attach(self.inner, initial_states)
+        self.shard_set.build_inner(groups, make_inner, initial_states)
+        self.inner = self.shard_set.inner
         self.moments = self.shard_set.moments
         self.updater = self.shard_set.updater
         for policy in self.policies:
             policy.attach(self)
-        prefer_fused(self.inner, on_cpu=are_updated_on_cpu(runtime))
-        # Plan again now that the optimizer's class is known, because it decides about kernels
-        self.shard_set.tiles = Tiles.of(self.plan, self.shards_by_group)
         adopt_step_hooks(self, self.inner)  # they run around this optimizer's step
         compare_optimizers(self.shard_set, initial_states)
         if initial_states is not None:
@@ -131,26 +118,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         """The inner optimizer's state, with pending updates applied and offloaded moments fetched.
 
-        Reading this property may wait for transfers. Code of this library calls `load_states`.
+        Reading this property may wait for transfers. The library itself calls `load_states`.
         """
-        return self.load_states()
-
-    def load_states(self) -> dict[Tensor, dict[str, Any]]:
-        """Run pending updates, fetch offloaded moments, and return the states of all shards.
-
-        The state is ordered by shard, not by the order in which shards were updated.
-
-        Raises:
-            StorageError: A disk failed.
-            UsageError: An earlier update failed.
-        """
-        self.finish()
-        states = self.inner.state
-        for shard in self.shards():
-            self.moments.load(shard, working=False)
-            if shard.param in states:
-                states[shard.param] = states.pop(shard.param)
-        return states
+        return load_states(self.shard_set)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -187,11 +157,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def tiles(self) -> Tiles:
         """The lists of shards that are updated together."""
         return self.shard_set.tiles
-
-    @property
-    def plan(self) -> UpdatePlan:
-        """The plan of this rank's shards and tiles, with the current hyper-parameters."""
-        return self.shard_set.plan
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group with separate hyper-parameters.
@@ -308,7 +273,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         Checkpoints of the engine name the states by parameter instead, and can be loaded with any
         number of ranks.
         """
-        self.load_states()
         scaler = self.scaler.state_dict() if self.scaler else None
         return {**saved_states(self.shard_set), "scaler": scaler, "steps": self.steps}
 

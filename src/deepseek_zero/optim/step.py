@@ -12,11 +12,12 @@ from ..base.device import mark_stepped
 from ..comm.collectives import propagate_errors
 from ..comm.pending import Pending
 from ..planner.messages import MAX_IN_FLIGHT
+from .model_pieces import agree_over_pieces
 from .nonfinite import NonFiniteReport
 from .rank_agreement import refuse_disagreement, report_idle
 from .shard_set import ShardSet
 from .step_message import StepMessage
-from .updater import Decision, hypers_of
+from .updater import Decision
 from .verdict import StepResult, Verdict, agree_on_norm, clip_factor, gradients_are_scaled
 
 
@@ -102,13 +103,19 @@ class Step:
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.backward.before_step()
             extra = message()
-            verdict = agree_on_norm(runtime, extra)
+            verdict = self._measure(extra)
             if verdict.is_contradictory:
                 refuse_disagreement(runtime, verdict)
             if verdict.flags.any_late:
                 runtime.executor.reductions.reduce_late()
-                verdict = agree_on_norm(runtime, extra)
+                verdict = self._measure(extra)
         return verdict
+
+    def _measure(self, extra: StepMessage) -> Verdict:
+        verdict = agree_on_norm(self.runtime, extra)
+        if self.runtime.comm.whole is self.runtime.comm:
+            return verdict
+        return agree_over_pieces(self.runtime, verdict, extra)
 
     def _prepare_gradients(self, verdict: Verdict) -> None:
         """Send the gradients that the program changed to the ranks that hold the same slices.
@@ -124,14 +131,11 @@ class Step:
             self.shards.cut_apart(lambda cover: cover.is_absent)
 
     def _decide(self, result: StepResult) -> Decision | None:
-        """Return the factor, number and hyper-parameters of an update, or None to skip it."""
+        """Return the factor and number of an update, or None to skip it."""
         if result.skipped:
             return None
-        shards = self.shards
-        factor = clip_factor(result.norm, shards.settings.max_norm) / self.grad_scale
-        keeps = any(policy.keeps_decisions for policy in self.policies)
-        hypers = hypers_of(shards.inner) if keeps else None
-        return Decision(factor, shards.updater.updates + 1, hypers)
+        factor = clip_factor(result.norm, self.shards.settings.max_norm) / self.grad_scale
+        return Decision(factor, self.shards.updater.updates + 1)
 
     def _report_nonfinite(self, result: StepResult) -> bool:
         """Report gradients that are not finite; return whether a policy removed their cause."""
@@ -173,11 +177,10 @@ class Step:
             return
         for group in self.runtime.trained_groups:
             group.weight_gather.changed()
+        self._update_and_refresh(due)
         later = [
             tile for unit, tiles in shards.tiles.later.items() if unit not in done for tile in tiles
         ]
-        shards.updater.expect_first([*shards.tiles.now, *later], due)
-        self._update_and_refresh(due)
         for policy in self.policies:
             policy.postpone(later, due)
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
+
+from ..comm.collectives import Comm
+
 # Maps the name of a field to the values of each rank, in rank order.
 Fields = Mapping[str, Sequence[Sequence[float]]]
 
@@ -19,11 +23,6 @@ class StepMessage:
 
     def __init__(self) -> None:
         self._values: dict[str, tuple[float, ...]] = {}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the fields, in the order in which they were added."""
-        return tuple(self._values)
 
     def add(self, name: str, values: Iterable[float]) -> None:
         """Add a named list of numbers to the message.
@@ -65,3 +64,19 @@ class StepMessage:
             found[name] = [tuple(row[start:stop]) for row in rows]
             start = stop
         return found
+
+    def exchange(self, comm: Comm, what: str) -> dict[str, list[tuple[float, ...]]]:
+        """Send the message to all ranks, and return the fields of all ranks as `unpack`.
+
+        Args:
+            comm: The communicator of the ranks.
+            what: The name of the message, used in error messages.
+
+        Note:
+            Collective if the communicator has several ranks.
+        """
+        row = self.pack()
+        if comm.size == 1:
+            return self.unpack([row])
+        rows = comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), what)
+        return self.unpack(rows.tolist())

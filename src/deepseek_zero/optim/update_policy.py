@@ -48,8 +48,6 @@ class UpdatePolicy:
     docstring says that it is collective.
 
     Attributes:
-        keeps_decisions: Whether the hyper-parameters of a step are used after it, so they are
-            copied.
         watches_overflows: Search for the unit with non-finite numbers even if a dynamic loss scale
             makes overflows usual.
         undoes: Some updates run during backward and may have to be undone from a log.
@@ -58,7 +56,6 @@ class UpdatePolicy:
         needs_moments: Whether `state_dict` is restored only together with the optimizer's states.
     """
 
-    keeps_decisions = False
     watches_overflows = False
     undoes = False
     checkpoint_key = ""

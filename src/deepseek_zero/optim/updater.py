@@ -23,15 +23,17 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError
 from ..base.meter import PhaseClock
-from ..base.progress import LongWork
+from ..base.progress import FirstWork
 from ..optimizers.plain_steps import raw_step
 from ..precision.compact import StochasticRounding
 from ..sharding.param_group import ParamGroup
 from ..tiers.tier import COMPLETED, CopyEvent
 from .master_shard import GradSource, MasterShard, Tile, collected, tiles_by_group
 from .moments import Moments
+from .offloaded_states import evict_staged, ranges_of_tile
 from .one_pass import GroupUpdate, OnePass
-from .tile_memory import PrefetchSettings, Scratch, StorageRange, TilePrefetcher
+from .param_overlap import random_bits
+from .tile_memory import PrefetchSettings, Scratch, TilePrefetcher
 
 Hypers = list[dict[str, Any]]  # the options of each parameter group, without its parameters
 
@@ -57,18 +59,6 @@ class Decision:
     )
 
 
-def hypers_of(optimizer: Optimizer) -> Hypers:
-    """Return a copy of the optimizer's current hyper-parameters, by parameter group."""
-    return [
-        {key: _own(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _own(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 class Updater:
     """Runs the inner optimizer over lists of shards (tiles), and moves offloaded states.
 
@@ -78,6 +68,7 @@ class Updater:
         moments: Stores the moments of `inner` between updates.
         settings: How many tiles may be in transfer between memories at the same time.
         clock: Measures the time spent on updates.
+        numel: The number of elements of all shards.
     """
 
     def __init__(
@@ -87,6 +78,7 @@ class Updater:
         moments: Moments,
         settings: PrefetchSettings,
         clock: PhaseClock,
+        numel: int,
     ) -> None:
         self.inner = inner
         self.scratch = scratch
@@ -98,8 +90,8 @@ class Updater:
         self._ended_halfway = False
         self.updates = 0  # number of decided updates
         self.has_run = False  # whether the optimizer has created its states
-        self._first_number: int | None = None  # number of the first decision
-        self._first_update = LongWork("first update", 0, "parameters")
+        # It may be slow, because it touches the memory of the states for the first time
+        self._first_update = FirstWork("first update", numel, "parameters")
 
     def step_now(
         self, tiles: Sequence[Tile], decision: Decision
@@ -133,9 +125,7 @@ class Updater:
                 for _, shard in chain.from_iterable(tiles)
             )
             self._ended_halfway = done > 0 or in_place
-            for _, shard in chain.from_iterable(tiles):
-                for staged in shard.staged_ranges(decision.source):
-                    staged.storage.evict(staged.low, staged.high)
+            evict_staged(tiles, decision.source)
             raise
 
     def prefetcher(
@@ -152,7 +142,8 @@ class Updater:
         after: CopyEvent = COMPLETED
         if tiles:
             after = tiles[0][0][1].group.comm_ctx.copy_engine.now()
-        return TilePrefetcher(tiles, partial(self._staged_states, source, after), self.settings)
+        ranges = partial(ranges_of_tile, moments=self.moments, source=source, after=after)
+        return TilePrefetcher(tiles, ranges, self.settings)
 
     @contextmanager
     def guard_mixture(self) -> Iterator[None]:
@@ -181,16 +172,6 @@ class Updater:
                 "load the last checkpoint into a new engine.",
             )
 
-    def _staged_states(
-        self, source: GradSource, after: CopyEvent, tile: Tile
-    ) -> Iterator[StorageRange]:
-        for _, shard in tile:
-            if not shard.group.plan.is_offloaded or shard.is_absent(source):
-                continue
-            yield from shard.storage_ranges(source)
-            yield from shard.staged_ranges(source, after)
-            yield from self.moments.storage_ranges(shard)
-
     def update(self, tile: Tile, decision: Decision) -> None:
         """Update the shards of one tile, whose states have been fetched.
 
@@ -198,6 +179,7 @@ class Updater:
             tile: The shards to update together.
             decision: The factor, hyper-parameters and gradients of the update.
         """
+        self._first_update.begin()
         rest = Tile()  # shards that the optimizer's own step updates
         shown = list[MasterShard]()
         chance = StochasticRounding(decision.number)
@@ -231,14 +213,13 @@ class Updater:
             done = True
         finally:
             for shard in shown:
-                shard.store_values(self.scratch, chance, keep=done)
+                is_rounded = done and shard.master.is_rounded
+                random = random_bits(shard, chance, "weight") if is_rounded else None
+                shard.store_values(self.scratch, random, keep=done)
                 self.moments.store(shard, chance, keep=done)
                 shard.param.grad = None
             self.is_busy = False
-        if decision.number == self._first_number:
-            self._first_update.advance(sum(shard.numel for _, shard in tile))
-            if self._first_update.done >= self._first_update.total:
-                self._first_update.finish()
+        self._first_update.advance(sum(shard.numel for _, shard in tile))
 
     def _group(self, number: int, decision: Decision) -> GroupUpdate | None:
         """Return the kernel settings of a parameter group, or None without a kernel."""
@@ -246,20 +227,6 @@ class Updater:
             hypers = self.inner.param_groups if decision.hypers is None else decision.hypers
             decision.groups[number] = self.one_pass.group(hypers[number])
         return decision.groups[number]
-
-    def expect_first(self, tiles: Sequence[Tile], decision: Decision) -> None:
-        """Start to report the progress of the first update, if it is slow.
-
-        The first update touches the memory of the states for the first time, so it may take long.
-
-        Args:
-            tiles: All tiles that this step updates or postpones.
-            decision: The factor, hyper-parameters and gradients of these updates.
-        """
-        if self._first_number is None:
-            self._first_number = decision.number
-            total = sum(shard.numel for tile in tiles for _, shard in tile)
-            self._first_update = LongWork("first update", total, "parameters")
 
     def _scaled(self, shard: MasterShard, grad: Tensor, factor: float) -> Tensor:
         dtype = shard.param.dtype

@@ -420,7 +420,9 @@ class PlainLoop:
                 "step on.",
             )
         for group in self.runtime.trained_groups:
-            group.gradient.summand.multiply(applied / call.factor)
+            summand = group.gradient.summand
+            for number in summand.arrived:
+                summand.values(number).mul_(applied / call.factor)
         if math.isfinite(applied) and applied:
             self._learned = applied
 

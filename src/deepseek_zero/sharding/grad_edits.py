@@ -12,10 +12,10 @@ from ..base.device import without_torch_function
 from ..base.errors import AtRestError, UsageError
 from ..comm.pending import DONE, Pending
 from ..planner.layout import Slot
-from .grad_sum import GradState
+from .grad_sum import GradState, GradSum
 from .gradient import Gradient
 from .move import all_gather
-from .param_ranges import local_range
+from .param_ranges import local_range, owned_range, owned_view
 from .sharded_gradient import Part, ShardedGradient, own_part_of
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class GradEdits:
             return Part(summand.values(number), 0, is_whole=True)
         self._ensure_sum()
         slot = self.group.members[number].slot
-        values = self.gradient.sum.own_part(slot)
+        values = own_part(self.gradient.sum, slot)
         if self.group.plan.sums_to_all:
             return Part(values, 0, is_whole=True)
         low = self.group.layout.owned(slot, self.group.comm_ctx.comm.rank)[0] - slot.start
@@ -66,7 +66,7 @@ class GradEdits:
         total = self.gradient.sum
         if total.absent is not None and number not in total.absent:
             self.part_of(number).values.zero_()
-            total.changed(number)
+            self._changed(number)
             total.absent.add(number)
 
     def assign(self, number: int, value: Tensor) -> None:
@@ -119,7 +119,7 @@ class GradEdits:
             )
         self._refuse_partial_sum(name)
         part.values.copy_(mine)
-        gradient.sum.changed(number)
+        self._changed(number)
         gradient.is_edited = True
         if gradient.sum.absent is not None:
             gradient.sum.absent.discard(number)
@@ -163,7 +163,7 @@ class GradEdits:
         """
         number = self.group.index[id(param)]
         self._refuse_partial_sum(self.group.members[number].name)
-        self.gradient.sum.changed(number)
+        self._changed(number)
         if not alike:
             self.gradient.is_edited = True
 
@@ -239,6 +239,15 @@ class GradEdits:
             self.gradient.sum.enter(GradState.REDUCED)
             self.gradient.sum.known_squares = None
 
+    def _changed(self, number: int) -> None:
+        """Record that a parameter's gradient was written, and store it again if it is offloaded."""
+        total = self.gradient.sum
+        total.known_squares = None
+        if total.buffer is not None and total.buffer.storage.is_offloaded:
+            slot = self.group.members[number].slot
+            place, end = owned_range(total.buffer, slot, self.group.comm_ctx.comm.rank)
+            total.buffer.storage.evict(place, end)
+
     def _refuse_partial_sum(self, name: str) -> None:
         """Raise `UsageError` while only some ranks' gradients are summed.
 
@@ -252,6 +261,20 @@ class GradEdits:
                 "would be added.",
                 "change `.grad` after the last backward of the step.",
             )
+
+
+def own_part(total: GradSum, slot: Slot) -> Tensor:
+    """Return a flat, writable view of this rank's part of one parameter's reduced gradient.
+
+    Args:
+        total: The reduced gradient of the parameter's group.
+        slot: The position of the parameter in the flat buffer.
+    """
+    assert total.buffer is not None
+    total.known_squares = None  # the caller may change it
+    if total.group.plan.sums_to_all:
+        return total.buffer.memory[slot.start : slot.stop]
+    return owned_view(total.buffer, slot, total.group.comm_ctx.comm.rank)
 
 
 def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

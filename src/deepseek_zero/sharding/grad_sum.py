@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -18,12 +17,11 @@ from torch import Tensor
 from ..base.device import CPU, double_norms
 from ..base.memory import offer_pages, private_pages
 from ..kernels.sums import sum_of_squares as squares_on_cpu
-from ..planner.layout import Slot
 from ..planner.spec import S, Spec
 from ..tiers.tier import StagedTile, Tier
 from .buffer import FlatBuffer, StateGuard
 from .message import has_pages_to_return
-from .param_ranges import owned_range, owned_view, updated_ranges
+from .param_ranges import updated_ranges
 
 if TYPE_CHECKING:
     from .param_group import ParamGroup
@@ -87,6 +85,8 @@ class GradSum:
             the end of a backward.
         known_squares: The sum of squares of this rank's slice, which an accelerator may still
             compute; None if the slice may have changed.
+        staged: Copies ranges of this rank's slice from the training device to the host, which
+            updates them; None if no range is copied.
     """
 
     saved_as = ""
@@ -96,9 +96,9 @@ class GradSum:
         self.buffer: FlatBuffer | None = None
         self.guard = StateGuard()
         self.absent: set[int] | None = None
-        self.known_squares: float | QueuedSquares | None = None
+        self.known_squares: Squares | None = None
         self._state = GradState.EMPTY
-        self._staged: StagedTile | None = None
+        self.staged: StagedTile | None = None
 
     # -- states
 
@@ -157,27 +157,29 @@ class GradSum:
     def ensure(self) -> FlatBuffer:
         """Return the buffer of the gradient; allocate it on first use."""
         if self.buffer is None:
-            self.buffer = self._allocate(f"gradients of {self.group.members[0].name}")
+            self.buffer = self._allocate()
         return self.buffer
 
-    def _allocate(self, what: str) -> FlatBuffer:
+    def _allocate(self) -> FlatBuffer:
         spec = self.spec
         layout = self.group.layout
         comm_ctx = self.group.comm_ctx
+        what = f"gradients of {self.group.members[0].name}"
         if spec.placement is not S:
             return FlatBuffer.allocate_for_comm(layout, spec, comm_ctx, what, is_zeroed=False)
-        is_on_cpu = spec.tier is Tier.DEVICE and comm_ctx.pool.device.type == "cpu"
+        is_on_cpu = spec.tier is Tier.DEVICE and comm_ctx.pool.device == CPU
         if is_on_cpu and layout.padded_numel:
             memory = private_pages(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
-            return FlatBuffer(layout, spec, memory, guard=self.guard).counted(comm_ctx, what)
-        found = FlatBuffer.allocate(layout, spec, comm_ctx, what)
-        found.guard = self.guard
-        return found
+            buffer = FlatBuffer(layout, spec, memory).counted(comm_ctx, what)
+        else:
+            buffer = FlatBuffer.allocate(layout, spec, comm_ctx, what)
+        buffer.guard = self.guard
+        return buffer
 
     def drop(self) -> None:
         """Free the buffer of the gradient."""
         self.buffer = None
-        self._staged = None
+        self.staged = None
 
     def discard_values(self) -> None:
         """Discard the values of a sharded gradient, but keep its buffer for the next reduction.
@@ -193,14 +195,6 @@ class GradSum:
             buffer.storage.discard(0, buffer.memory.numel())
         elif has_pages_to_return(buffer.memory):
             offer_pages(buffer.memory)
-
-    def follow_wires(self) -> None:
-        """Use the codecs of the current plan in all following reductions."""
-        planned = self.group.plan.grad
-        if self.buffer is not None and planned is not None:
-            self.buffer.spec = replace(
-                self.buffer.spec, wire=planned.wire, wire_inside=planned.wire_inside
-            )
 
     # -- values
 
@@ -234,153 +228,33 @@ class GradSum:
         """
         if self.buffer is None or not self.is_full:
             return None
-        came = self._staged.view(low, high) if self._staged is not None else None
-        if came is not None:
-            return came
+        on_host = self.staged.view(low, high) if self.staged is not None else None
+        if on_host is not None:
+            return on_host
         if self.buffer.spec.placement is S:
             return self.buffer.read(low, high)
         return self.own()[low:high]
-
-    def own_part(self, slot: Slot) -> Tensor:
-        """Return a flat, writable view of this rank's part of one parameter's gradient.
-
-        Args:
-            slot: The position of the parameter in the flat buffer.
-        """
-        assert self.buffer is not None
-        self.known_squares = None  # the caller may change it
-        if self.group.plan.sums_to_all:
-            return self.buffer.memory[slot.start : slot.stop]
-        return owned_view(self.buffer, slot, self.group.comm_ctx.comm.rank)
-
-    def changed(self, number: int) -> None:
-        """Record that one parameter's gradient was written, and store it again if it is offloaded.
-
-        Args:
-            number: The index of the parameter in the group.
-        """
-        self.known_squares = None
-        if self.buffer is not None and self.buffer.storage.is_offloaded:
-            slot = self.group.members[number].slot
-            place, end = owned_range(self.buffer, slot, self.group.comm_ctx.comm.rank)
-            self.buffer.storage.evict(place, end)
-
-    def staged_tile(self) -> StagedTile | None:
-        """Return the object that copies ranges of this rank's slice to the host for the update.
-
-        Returns:
-            None if the gradient is not on the training device, or is not updated on the host.
-        """
-        buffer = self.buffer
-        group = self.group
-        if buffer is None or not buffer.storage.on_device or not group.plan.is_updated_on_host:
-            self._staged = None
-            return None
-        memory = buffer.memory
-        if buffer.spec.placement is not S and memory.numel() != group.layout.slice_numel:
-            first, last = group.layout.bounds(group.comm_ctx.comm.rank)
-            memory = memory[first:last]
-        known = self._staged
-        if known is None or known.on_device.data_ptr() != memory.data_ptr():
-            self._staged = group.comm_ctx.copy_engine.staged_tile(memory, is_read=True)
-        return self._staged
 
 
 # -- norms
 
 
-class QueuedSquares:
-    """A sum of squares that an accelerator computes asynchronously.
-
-    Attributes:
-        norms: The norms of parts of the gradient, 0-dimensional float64 tensors on the accelerator.
-        tiles: Parts of the gradient whose norms have not been computed yet; `read_squares` does.
-    """
-
-    def __init__(self, parts: Sequence[Tensor] = ()) -> None:
-        self.norms: list[Tensor] = []
-        self.tiles = [tile for part in parts if part.numel() for tile in part.split(_TILE_NUMEL)]
-
-    def add(self, values: Tensor) -> None:
-        """Queue the sum of squares of a flat tensor on the accelerator.
-
-        Args:
-            values: The tensor. Work that is queued later may overwrite it.
-        """
-        if values.numel():
-            self.norms += double_norms(list(values.split(_TILE_NUMEL)))
+# A sum of squares, or parts of the gradient on an accelerator and norms of other parts: 1- and
+# 0-dimensional tensors, from which `read_squares` computes the sum.
+Squares = float | list[Tensor]
 
 
-def squares_now(group: ParamGroup, values: Tensor, first: int) -> float:
-    """Return the sum of squares of a part of a group's gradient.
+def norms_of(values: Tensor) -> list[Tensor]:
+    """Queue the norms of the parts of a flat tensor on the accelerator.
 
     Args:
-        group: The parameter group whose gradient is measured.
-        values: The elements of the gradient, flat.
-        first: The index of the first element in the flat buffer of the group.
+        values: The tensor. Work that is queued later may overwrite it.
     """
-    (found,) = read_squares([slice_squares(group, values, first)])
-    return found
+    return double_norms(_tiles_of(values)) if values.numel() else []
 
 
-def slice_squares(group: ParamGroup, values: Tensor, first: int) -> float | QueuedSquares:
-    """Return the sum of squares of a gradient, without elements that the optimizer does not update.
-
-    The device that updates the group computes it, so every ZeRO stage gets the same bits.
-
-    Args:
-        group: The parameter group whose gradient is measured.
-        values: The elements, flat; they must not change before the sum is read.
-        first: The index of the first element in the flat buffer of the group.
-
-    Returns:
-        The sum; on an accelerator an object from which `read_squares` reads it later.
-    """
-    assert group.master is not None
-    device = group.master.update_device
-    if values.device != device and device == CPU:
-        values = group.comm_ctx.copy_engine.to_host(values)
-    parts = [(values, first)]
-    if group.not_updated:
-        parts = []
-        last = first + values.numel()
-        for start, stop in updated_ranges(group):
-            low = max(start, first)
-            high = min(stop, last)
-            if low < high:
-                parts.append((values[low - first : high - first], low))
-    if device.type == "cpu":
-        threads = group.comm_ctx.comm.threads
-        return sum((squares_on_cpu(part, place, threads) for part, place in parts), 0.0)
-    return QueuedSquares([part for part, _ in parts])
-
-
-def read_squares(found: Sequence[float | QueuedSquares]) -> list[float]:
-    """Return sums of squares as numbers; wait for an accelerator at most once.
-
-    Args:
-        found: Results of `slice_squares`.
-
-    Returns:
-        One number for each element of `found`. The norms of all ranges are computed in float64, in
-        a single pass over memory.
-    """
-    queued = [each for each in found if isinstance(each, QueuedSquares)]
-    tiles = [tile for each in queued for tile in each.tiles]
-    norms = iter(double_norms(tiles) if tiles else ())
-    for each in queued:
-        each.norms += itertools.islice(norms, len(each.tiles))
-        each.tiles = []
-    together = [norm for each in queued for norm in each.norms]
-    read = iter(torch.stack(together).tolist() if together else ())
-    numbers = list[float]()
-    for squares in found:
-        if isinstance(squares, QueuedSquares):
-            own = itertools.islice(read, len(squares.norms))
-            numbers.append(sum((norm * norm for norm in own), 0.0))
-        else:
-            numbers.append(squares)
-    return numbers
+def _tiles_of(values: Tensor) -> list[Tensor]:
+    return list(values.split(_TILE_NUMEL)) if values.numel() else []
 
 
 def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
@@ -392,31 +266,82 @@ def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
     Returns:
         For each gradient, one number per rank; 0.0 for slices that this rank does not hold.
     """
-    found = [_all_squares(each) for each in sums]
-    read = iter(read_squares([squares for of_group in found for squares in of_group]))
-    numbers = [list(itertools.islice(read, len(of_group))) for of_group in found]
+    numbers = read_squares([_squares_by_rank(each) for each in sums])
     for each, own in zip(sums, numbers, strict=True):
         if each.known_squares is not None:
             each.known_squares = own[each.group.comm_ctx.comm.rank]
     return numbers
 
 
-def _all_squares(gradient: GradSum) -> list[float | QueuedSquares]:
-    """Return the sum of squares of each slice, in rank order."""
-    group = gradient.group
-    comm = group.comm_ctx.comm
-    squares: list[float | QueuedSquares] = [0.0] * comm.size
-    if gradient.known_squares is not None:  # a read of the values would run pending updates
-        squares[comm.rank] = gradient.known_squares
-        return squares
-    values = gradient.reduced()
-    if values is None:
-        return squares
-    if group.plan.sums_to_all:
-        for rank, part in enumerate(values.chunk(comm.size)):
-            squares[rank] = slice_squares(group, part, rank * group.layout.slice_numel)
-        return squares
-    first = group.layout.bounds(comm.rank)[0]
-    gradient.known_squares = slice_squares(group, values, first)
-    squares[comm.rank] = gradient.known_squares
+def _squares_by_rank(total: GradSum) -> list[Squares]:
+    comm = total.group.comm_ctx.comm
+    squares: list[Squares] = [0.0] * comm.size
+    if total.known_squares is None:  # otherwise a read of the values would run pending updates
+        values = total.reduced()
+        if values is None:
+            return squares
+        if total.group.plan.sums_to_all:
+            numel = total.group.layout.slice_numel
+            slices = enumerate(values.chunk(comm.size))
+            return [_squares(total.group, part, rank * numel) for rank, part in slices]
+        total.known_squares = own_squares(total)
+    squares[comm.rank] = total.known_squares
     return squares
+
+
+def own_squares(total: GradSum) -> Squares:
+    """Return the sum of squares of this rank's slice of a gradient.
+
+    Args:
+        total: The gradient; it must not change before `read_squares` has read the result.
+    """
+    group = total.group
+    return _squares(group, total.own(), group.layout.bounds(group.comm_ctx.comm.rank)[0])
+
+
+def _squares(group: ParamGroup, values: Tensor, first: int) -> Squares:
+    """Return the sum of squares of a gradient, without elements that the optimizer does not update.
+
+    The device that updates the group computes it, so every ZeRO stage gets the same bits.
+
+    Args:
+        group: The parameter group whose gradient is measured.
+        values: The elements, flat; they must not change before the sum is read.
+        first: The index of the first element in the flat buffer of the group.
+    """
+    assert group.master is not None
+    device = group.master.update_device
+    if values.device != device and device == CPU:
+        values = group.comm_ctx.copy_engine.to_host(values)
+    parts = [(values, first)]
+    if group.not_updated:
+        last = first + values.numel()
+        ranges = [(max(start, first), min(stop, last)) for start, stop in updated_ranges(group)]
+        parts = [(values[low - first : high - first], low) for low, high in ranges if low < high]
+    if device.type == "cpu":
+        threads = group.comm_ctx.comm.threads
+        return sum((squares_on_cpu(part, place, threads) for part, place in parts), 0.0)
+    return [tile for part, _ in parts for tile in _tiles_of(part)]
+
+
+def read_squares(found: Sequence[Sequence[Squares]]) -> list[list[float]]:
+    """Return sums of squares as numbers; wait for an accelerator at most once.
+
+    The norms are computed in float64, in a single pass over memory.
+
+    Args:
+        found: For each gradient, sums of squares.
+    """
+    queued = [each for squares in found for each in squares if isinstance(each, list)]
+    parts = [part for each in queued for part in each]
+    tiles = [part for part in parts if part.dim()]
+    computed = iter(double_norms(tiles) if tiles else ())
+    norms = [next(computed) if part.dim() else part for part in parts]
+    read = iter(torch.stack(norms).tolist() if norms else ())
+
+    def number_of(squares: Squares) -> float:
+        if not isinstance(squares, list):
+            return squares
+        return sum((norm * norm for norm in itertools.islice(read, len(squares))), 0.0)
+
+    return [[number_of(each) for each in squares] for squares in found]

@@ -8,16 +8,17 @@ one into the other. `GradReduction` implements the reduction, and `GradView` sho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from ..base.device import CPU, without_torch_function
 from ..comm.pending import DONE, Pending
-from ..planner.spec import P
+from ..planner.spec import P, R, S
 from .buffer import FlatBuffer
 from .grad_reduction import GradReduction
-from .grad_sum import GradState, GradSum, QueuedSquares, squares_now
+from .grad_sum import GradState, GradSum, norms_of, own_squares, read_squares
 
 if TYPE_CHECKING:
     from .param_group import ParamGroup
@@ -31,6 +32,7 @@ class Summand:
     Attributes:
         group: The parameter group to which the gradient belongs.
         buffer: The flat buffer in which gradients are accumulated; None while none has arrived.
+        arrived: The parameters that have a gradient; other elements of the buffer are arbitrary.
     """
 
     def __init__(self, group: ParamGroup, allocate: Callable[[], FlatBuffer]) -> None:
@@ -44,7 +46,7 @@ class Summand:
         self.group = group
         self.buffer: FlatBuffer | None = None
         self._allocate = allocate
-        self._arrived: set[int] = set()  # elements of other members are arbitrary
+        self.arrived = set[int]()
 
     def open(self) -> FlatBuffer:
         """Return the buffer; allocate it if there is none."""
@@ -67,19 +69,11 @@ class Summand:
         if grad.is_sparse:
             grad = grad.to_dense()
         into = self.open().view(self.group.members[number].slot)
-        if number in self._arrived:
+        if number in self.arrived:
             into.add_(grad)
         else:
             into.copy_(grad)
-            self._arrived.add(number)
-
-    def collected(self, number: int) -> Tensor | None:
-        """Return a flat view of a parameter's accumulated gradient; None if it has none.
-
-        Args:
-            number: The index of the parameter in the group.
-        """
-        return self.values(number) if number in self._arrived else None
+            self.arrived.add(number)
 
     def values(self, number: int) -> Tensor:
         """Return a flat, writable view of a parameter's accumulated gradient.
@@ -89,15 +83,10 @@ class Summand:
         """
         slot = self.group.members[number].slot
         found = self.open().memory[slot.start : slot.stop]
-        if number not in self._arrived:
+        if number not in self.arrived:
             found.zero_()
-            self._arrived.add(number)
+            self.arrived.add(number)
         return found
-
-    def multiply(self, factor: float) -> None:
-        """Multiply the collected gradients by `factor`."""
-        for number in self._arrived:
-            self.values(number).mul_(factor)
 
     def close(self) -> FlatBuffer:
         """Return the buffer for the reduction, and drop the reference to it.
@@ -106,7 +95,7 @@ class Summand:
         """
         partial = self.open()
         for number, member in enumerate(self.group.members):
-            if number not in self._arrived:
+            if number not in self.arrived:
                 partial.memory[member.slot.start : member.slot.stop].zero_()
         for low, high in self.group.layout.gaps:
             partial.memory[low:high].zero_()
@@ -120,7 +109,7 @@ class Summand:
     def clear(self) -> None:
         """Discard the collected gradients."""
         self.buffer = None
-        self._arrived = set()
+        self.arrived = set()
 
 
 class Gradient:
@@ -138,6 +127,8 @@ class Gradient:
         kept: Reduced gradients that extensions keep after their step, by name.
         is_edited: Whether the program has set values that may differ between ranks.
         is_shown: Whether the `.grad` of the parameters is set to the reduced gradient (`GradView`).
+        earlier: An earlier sum of the same step, which is added to the next one; None if there is
+            none or if the next reduction itself adds to it.
     """
 
     def __init__(self, group: ParamGroup, reduction: GradReduction) -> None:
@@ -155,17 +146,10 @@ class Gradient:
         self.sum.absent = None
         self.sum.known_squares = None
         self.is_edited = False
-        # The reduction in the memory of the sum; it may still be in flight.
+        # The last reduction, which may still be in flight.
         self._reduction: Pending = DONE
-        # An earlier sum of the same step and its state. It is added to the next sum.
-        self._carried_sum: Tensor | None = None
-        self._carried_state = GradState.EMPTY
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether this rank has no gradient of the group: own, reduced or kept."""
-        is_kept = any(kept.is_full for kept in self.kept.values())
-        return self.sum.state is GradState.EMPTY and not is_kept
+        self.earlier: Tensor | None = None
+        self._earlier_state = GradState.EMPTY
 
     def buffers(self) -> list[FlatBuffer]:
         """Return the allocated buffers of the sum and of the kept gradients."""
@@ -192,7 +176,7 @@ class Gradient:
             group.comm_ctx.world.wait_until_read(buffer.memory)
             # An unannounced second backward: keep the sum of the first one aside.
             if self.sum.is_reduced:
-                self._carry(self.sum.own())
+                self._set_sum_aside()
         else:
             spec = group.planned.summands  # partial, in the dtype in which a rank collects
             memory = group.comm_ctx.pool.take(group.layout.padded_numel, spec.dtype)
@@ -224,30 +208,39 @@ class Gradient:
             Collective: every rank of the shard group must call it in the same order, even if it
             skipped the unit.
         """
-        self.sum.known_squares = None
+        total = self.sum
+        total.known_squares = None
         partial = self.summand.close()
-        squares = None
-        if is_last and self._can_queue_squares:
-            squares = QueuedSquares()
-        if self.sum.spec.placement is P:
-            return self._reduce_in_place(partial, what, squares)
-        if not self.reduction.sums_all and self.sum.state is GradState.REDUCED:
-            # A further backward after the sum of the step was completed.
-            self._carry(self.sum.ensure().load())
-        target = self.sum.ensure()
-        target.on_sum = None
-        if squares is not None:
-            target.on_sum = squares.add
-        pending = self.reduction.reduce(partial, target, what, add=self.sum.is_reduced)
-        self.sum.enter(GradState.REDUCING)
+        squares: list[Tensor] | None = [] if is_last and self._can_queue_squares else None
+
+        def add_squares(values: Tensor) -> None:
+            if squares is not None:
+                squares.extend(norms_of(values))
+
+        is_in_place = total.spec.placement is P
+        if is_in_place:
+            target = self._summed_part(partial)
+        else:
+            if not self.reduction.sums_all and total.state is GradState.REDUCED:
+                # A further backward after the sum of the step was completed.
+                self._set_sum_aside()
+            target = total.ensure()
+            target.on_sum = None if squares is None else add_squares
+        add = not is_in_place and total.is_reduced
+        pending = self.reduction.reduce(partial, target, what, add=add)
+        total.enter(GradState.REDUCING)
 
         def finish() -> None:
-            self._end_reduction()
-            self.sum.known_squares = squares
-            self.group.comm_ctx.pool.give(partial.memory)
+            self._end_reduction(GradState.REDUCED if self.reduction.sums_all else GradState.PARTIAL)
+            if not is_in_place:
+                self.group.comm_ctx.pool.give(partial.memory)
+            else:
+                add_squares(total.own())
+            total.known_squares = squares
             self._store_offloaded()
 
-        return pending.then(finish)
+        self._reduction = pending.then(finish)
+        return self._reduction
 
     @property
     def _can_queue_squares(self) -> bool:
@@ -258,54 +251,34 @@ class Gradient:
         on_accelerator = group.comm_ctx.pool.device != CPU
         return on_accelerator and is_own and is_counted and self.reduction.sums_all
 
-    def _carry(self, own: Tensor) -> None:
-        """Set an earlier sum of the same step aside, to be added to the next one."""
-        self._carried_sum = own.clone()
-        self._carried_state = self.sum.state
+    def _summed_part(self, partial: FlatBuffer) -> FlatBuffer:
+        """Return the part of a partial gradient that its sum overwrites (stages 0 and 1)."""
+        if self.group.plan.sums_to_all and self.reduction.sums_all:
+            spec = replace(partial.spec, placement=R)
+            return FlatBuffer(partial.layout, spec, partial.memory)
+        spec = replace(partial.spec, placement=S)
+        return FlatBuffer(partial.layout, spec, partial.shard(self.group.comm_ctx.comm.rank))
+
+    def _set_sum_aside(self) -> None:
+        """Copy an earlier sum of the same step, to add it to the next one."""
+        self.earlier = self.sum.own().clone()
+        self._earlier_state = self.sum.state
         self.sum.enter(GradState.COLLECTING)
 
-    def _end_reduction(self) -> None:
-        self.sum.enter(GradState.REDUCED if self.reduction.sums_all else GradState.PARTIAL)
+    def _end_reduction(self, state: GradState) -> None:
+        """Enter the state after a reduction, and add an earlier sum over the same ranks."""
+        self.sum.enter(state)
+        if self.earlier is not None and self._earlier_state is state:
+            self.sum.own().add_(self.earlier)
+            self.earlier = None
 
     def _store_offloaded(self) -> None:
         """Store an offloaded sum, and compute its norm while it is on the device."""
         buffer = self.sum.buffer
         if buffer is not None and buffer.storage.is_offloaded:
-            first = 0
-            if not self.group.plan.sums_to_all:
-                first = self.group.layout.bounds(self.group.comm_ctx.comm.rank)[0]
             if self.sum.known_squares is None:
-                self.sum.known_squares = squares_now(self.group, buffer.load(), first)
+                ((self.sum.known_squares,),) = read_squares([[own_squares(self.sum)]])
             buffer.storage.store(0, buffer.memory.numel())
-
-    def _reduce_in_place(
-        self, partial: FlatBuffer, what: str, squares: QueuedSquares | None
-    ) -> Pending:
-        """Reduce in the memory of the partial gradient (stages 0 and 1).
-
-        Args:
-            partial: The partial gradient.
-            what: The name of the unit, used in error messages.
-            squares: Gets the squares of this rank's part of the sum.
-        """
-        own = self.sum.own()
-        pending = self.reduction.reduce_in_place(
-            partial, what, has_earlier_sum=self._carried_sum is not None
-        )
-        self.sum.enter(GradState.REDUCING)
-
-        def finish() -> None:
-            self._end_reduction()
-            # Otherwise it is added after the sum is complete.
-            if self._carried_sum is not None and self._carried_state is self.sum.state:
-                own.add_(self._carried_sum)
-                self._carried_sum = None
-            if squares is not None:
-                squares.add(own)
-                self.sum.known_squares = squares
-
-        self._reduction = pending.then(finish)
-        return self._reduction
 
     def complete_sum(self, what: str) -> Pending:
         """Start to sum the reduced gradient over replicas, once per step.
@@ -321,36 +294,19 @@ class Gradient:
         Note:
             Collective: every rank that holds the same slices must call it.
         """
-        buffer = self.sum.buffer
-        if buffer is None or self.sum.state is not GradState.PARTIAL:
+        if self.sum.state is not GradState.PARTIAL:
             return DONE
         self.sum.enter(GradState.REDUCING)
         self.sum.known_squares = None
-        pending = self.reduction.complete(buffer, what)
 
         def finish() -> None:
-            self.sum.enter(GradState.REDUCED)
-            if self._carried_sum is not None:
-                self.sum.own().add_(self._carried_sum)
-                self._carried_sum = None
+            self._end_reduction(GradState.REDUCED)
             self._store_offloaded()
 
-        self._reduction = pending.then(finish)
+        self._reduction = self.reduction.complete(self.sum.ensure(), what).then(finish)
         return self._reduction
 
     # -- the end of a step
-
-    def hold(self) -> None:
-        """Keep the reduced gradient for a deferred update, until `end_hold`."""
-        if self.sum.state is GradState.EMPTY:
-            # No member has a gradient, so none is updated.
-            self.sum.absent = set(range(len(self.group.members)))
-        self.sum.enter(GradState.HELD)
-
-    def end_hold(self) -> None:
-        """Discard the reduced gradient after the update has used it."""
-        self.sum.enter(GradState.EMPTY)
-        self.discard()
 
     def discard(self) -> None:
         """Discard the gradient after a step or `zero_grad`.
@@ -375,19 +331,9 @@ class Gradient:
         allocate again.
         """
         comm_ctx = self.group.comm_ctx
-        buffer = self.sum.buffer
-        if buffer is None or buffer.spec.placement is not P or comm_ctx.pool.device.type == "cpu":
+        total = self.sum
+        is_alone = comm_ctx.comm.size == 1 and self.reduction.sums_all
+        if total.spec.placement is not P or comm_ctx.pool.device == CPU or not is_alone:
             return
-        is_empty = self.sum.state is GradState.EMPTY and self.summand.buffer is None
-        if is_empty and self.reduction.is_local:
-            self.sum.drop()
-
-    def drop_buffers(self) -> None:
-        """Free the memory of the sum and of the kept gradients; all must be empty.
-
-        The next gradients are allocated with the current plan, for example in another dtype.
-        """
-        assert self.is_empty, "a gradient's memory was dropped with it"
-        self.sum.drop()
-        for kept in self.kept.values():
-            kept.drop()
+        if total.state is GradState.EMPTY and self.summand.buffer is None:
+            total.drop()

@@ -29,6 +29,8 @@ from ..planner.units import plan_group
 from .comm_context import CommContext
 from .executor import Executor
 from .grad_reduction import GradReduction
+from .grad_sum import GradState
+from .gradient import Gradient
 from .group_build import (
     allocate_weight,
     build_group,
@@ -299,9 +301,32 @@ def send_as(runtime: Regrouped, compression: Compression) -> None:
             )
             group.planned = planned
             group.weight.spec = planned.plan.weight
-            group.gradient.sum.follow_wires()
+            grad = planned.plan.grad
+            buffer = group.gradient.sum.buffer
+            if buffer is not None and grad is not None:
+                buffer.spec = replace(buffer.spec, wire=grad.wire, wire_inside=grad.wire_inside)
     runtime.executor.replan(runtime.settings)
     runtime.comm_ctx.pool.clear()
+
+
+def is_empty(gradient: Gradient) -> bool:
+    """Return whether a rank has no gradient of a group: own, reduced or kept."""
+    is_kept = any(kept.is_full for kept in gradient.kept.values())
+    return gradient.sum.state is GradState.EMPTY and not is_kept
+
+
+def drop_gradient_buffers(gradient: Gradient) -> None:
+    """Free the memory of a group's sum and kept gradients; all must be empty.
+
+    The next gradients are allocated with the current plan, for example in another dtype.
+
+    Args:
+        gradient: The gradient of the group.
+    """
+    assert is_empty(gradient), "a gradient's memory was dropped with it"
+    gradient.sum.drop()
+    for kept in gradient.kept.values():
+        kept.drop()
 
 
 def set_grad_dtype(group: ParamGroup, dtype: torch.dtype) -> None:
@@ -317,7 +342,7 @@ def set_grad_dtype(group: ParamGroup, dtype: torch.dtype) -> None:
     assert group.plan.grad is not None
     if dtype != group.plan.grad.dtype:
         group.planned = group.planned.with_grad_dtype(dtype)
-        group.gradient.drop_buffers()
+        drop_gradient_buffers(group.gradient)
 
 
 def reduce_by(group: ParamGroup, reduction: GradReduction, plan: ShardPlan) -> None:

@@ -38,15 +38,8 @@ class TopBits(GradReduction):
     """Rounds each gradient to bf16 before it is reduced."""
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
-        self._compress(partial)
-        return super().reduce(partial, target, what, add=add)
-
-    def reduce_in_place(self, partial: FlatBuffer, what: str, *, has_earlier_sum: bool) -> Pending:
-        self._compress(partial)
-        return super().reduce_in_place(partial, what, has_earlier_sum=has_earlier_sum)
-
-    def _compress(self, partial: FlatBuffer) -> None:
         partial.memory.copy_(partial.memory.to(torch.bfloat16))
+        return super().reduce(partial, target, what, add=add)
 
 
 def with_top_bits(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:

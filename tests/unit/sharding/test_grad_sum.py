@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.extensions.deferred_update import end_hold, hold
 from deepseek_zero.planner.spec import P
 from deepseek_zero.sharding.grad_sum import GRAD_MOVES, GradState
 from deepseek_zero.sharding.gradient import Gradient
 from deepseek_zero.sharding.param_group import ParamGroup
+from deepseek_zero.sharding.regroup import drop_gradient_buffers
 from deepseek_zero.sharding.step_state import PHASE_MOVES, Phase
 from deepseek_zero.sharding.unit import MOVES, UnitState
 from tests.in_process import Rank, build_one, run_ranks, sharded
@@ -69,7 +71,7 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
         pending = gradient.reduce("it")
         assert gradient.sum.state is GradState.REDUCING
         with pytest.raises(AssertionError, match="cannot go from reducing to held"):
-            gradient.hold()
+            hold(gradient)
         pending.wait()
         assert gradient.sum.state is GradState.REDUCED
         bring(group)  # a second backward accumulates in place or in another buffer
@@ -78,17 +80,17 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
         )
         gradient.reduce("it").wait()
         assert_twos(gradient, size)
-        gradient.hold()
+        hold(gradient)
         gradient.discard()  # as for all gradients after a step
         assert gradient.sum.state is GradState.HELD
         assert gradient.sum.is_full
         assert not gradient.sum.is_reduced
         assert_twos(gradient, size)
-        gradient.end_hold()
+        end_hold(gradient)
         assert gradient.sum.state is GradState.EMPTY
         assert gradient.sum.reduced() is None
         with pytest.raises(AssertionError, match="cannot go from empty to empty"):
-            gradient.end_hold()
+            end_hold(gradient)
 
     run_ranks(size, body)
 
@@ -109,7 +111,7 @@ def test_with_replicas_a_sum_is_partial_until_their_sum(stage: int) -> None:
             assert gradient.sum.state is GradState.PARTIAL
             assert gradient.sum.is_reduced
             with pytest.raises(AssertionError, match="cannot go from partially reduced to held"):
-                gradient.hold()
+                hold(gradient)
             pending = gradient.complete_sum("it")
             assert gradient.sum.state is GradState.REDUCING
             pending.wait()
@@ -126,9 +128,9 @@ def test_memory_of_a_gradient_that_is_there_is_not_freed() -> None:
         group = build_one(rank, Odd(), stage=1)
         bring(group)
         with pytest.raises(AssertionError, match="dropped with it"):
-            group.gradient.drop_buffers()
+            drop_gradient_buffers(group.gradient)
         group.gradient.discard()
-        group.gradient.drop_buffers()
+        drop_gradient_buffers(group.gradient)
         assert group.gradient.sum.buffer is None
 
     run_ranks(1, body)
@@ -137,7 +139,7 @@ def test_memory_of_a_gradient_that_is_there_is_not_freed() -> None:
 def test_an_update_that_is_deferred_without_a_gradient_changes_nothing() -> None:
     def body(rank: Rank) -> None:
         gradient = build_one(rank, Odd(), stage=3).gradient
-        gradient.hold()
+        hold(gradient)
         assert gradient.sum.absent == set(range(len(gradient.group.members)))
 
     run_ranks(2, body)

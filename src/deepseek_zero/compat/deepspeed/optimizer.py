@@ -20,7 +20,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from ...api.leaves import get_z3_leaf_modules
 from ...engine.optimizer import Groups, Make
 from ...extensions.param_states import full_grad, safe_get_local_grad
-from ...optim.inner_states import load_inner
+from ...optim.inner_states import load_inner, load_states
 from ...optim.sharded import ShardedOptimizer
 from ...planner.plan_settings import PlanSettings
 from ...planner.spec import S
@@ -147,7 +147,7 @@ class NamedOptimizer(ShardedOptimizer):
     @property
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """Return the updated parameters of each group, whatever their dtype."""
-        return [list(params) for params in self.params_by_group]
+        return [list(params) for params in self.shard_set.params_by_group]
 
     bit16_groups = fp16_groups
 
@@ -171,7 +171,7 @@ class NamedOptimizer(ShardedOptimizer):
         self.finish()
         return [
             [shard.master.read(shard.start, shard.stop).float().cpu().reshape(-1) for shard in each]
-            for each in self.shards_by_group
+            for each in self.shard_set.shards_by_group
         ]
 
     @property
@@ -191,7 +191,7 @@ class NamedOptimizer(ShardedOptimizer):
         """
         found = {
             number: [grad for param in params if (grad := safe_get_local_grad(param)) is not None]
-            for number, params in enumerate(self.params_by_group)
+            for number, params in enumerate(self.shard_set.params_by_group)
         }
         return {number: grads for number, grads in found.items() if grads}
 
@@ -204,7 +204,9 @@ class NamedOptimizer(ShardedOptimizer):
         Note:
             Collective: every rank must read the property.
         """
-        found = [[full_grad(param) for param in params] for params in self.params_by_group]
+        found = [
+            [full_grad(param) for param in params] for params in self.shard_set.params_by_group
+        ]
         return [_flat(grad for grad in grads if grad is not None) for grads in found]
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
@@ -232,7 +234,7 @@ class NamedOptimizer(ShardedOptimizer):
                 float(part.double().square().sum())
                 for part in self.averaged_gradients.get(number, ())
             )
-            for number in range(len(self.params_by_group))
+            for number in range(len(self.shard_set.params_by_group))
         ]
         comm = self.runtime.comm_ctx.comm
         rows = comm.all_gather_rows(torch.tensor(own, dtype=torch.float64), "norms of groups")
@@ -318,7 +320,7 @@ class NamedOptimizer(ShardedOptimizer):
         """Return copies of the whole weights, one flat tensor per group. Stages 0 to 2 only."""
         return [
             torch.cat([param.detach().reshape(-1) for param in params]) if params else _flat(())
-            for params in self.params_by_group
+            for params in self.shard_set.params_by_group
         ]
 
     @property
@@ -333,7 +335,7 @@ class NamedOptimizer(ShardedOptimizer):
 
     def get_param_id(self, param: nn.Parameter) -> int:
         """Return the index of a parameter among the updated ones of all groups."""
-        every = (each for params in self.params_by_group for each in params)
+        every = (each for params in self.shard_set.params_by_group for each in params)
         return next(number for number, each in enumerate(every) if each is param)
 
     @property
@@ -344,7 +346,7 @@ class NamedOptimizer(ShardedOptimizer):
         """
         found = list[dict[int, list[int]]]()
         number = 0
-        for params in self.params_by_group:
+        for params in self.shard_set.params_by_group:
             numels = [param.numel() for param in params]
             size = max(1, -(-sum(numels) // self.runtime.comm_ctx.comm.size))
             ends = list(accumulate(numels))
@@ -436,7 +438,7 @@ class DropInOptimizer(NamedOptimizer):
 
 
 def _flat_states(optimizer: ShardedOptimizer) -> State:
-    states = optimizer.load_states()
+    states = load_states(optimizer.shard_set)
     inner = optimizer.inner
     tensors = (
         (param, value)
@@ -484,7 +486,8 @@ def _flat_state(
 
 
 def _load_flat_states(optimizer: ShardedOptimizer, state: State) -> None:
-    flat = {number: _spans(optimizer, number) for number in range(len(optimizer.shards_by_group))}
+    count = len(optimizer.shard_set.shards_by_group)
+    flat = {number: _spans(optimizer, number) for number in range(count)}
     lengths = {number: (length,) for number, (_, length) in flat.items()}
     moments = [
         (number, value) for number, each in state["state"].items() for value in each.values()
@@ -519,14 +522,14 @@ def _is_moment(value: Any) -> bool:
 
 def _spans(optimizer: ShardedOptimizer, number: int) -> tuple[list[_Span], int]:
     """Return a group's spans on this rank and the length of its flat tensors."""
-    names = set(optimizer.names_by_group[number])
+    names = set(optimizer.shard_set.names_by_group[number])
     starts = dict[int, int]()
     length = 0
     for group in optimizer.runtime.trained_groups:
         if group.plan.master is not None and names & {slot.name for slot in group.layout.slots}:
             starts[id(group)] = length
             length += group.plan.master.numel(group.layout.padded_numel, group.layout.ranks)
-    shards = optimizer.shards_by_group[number]
+    shards = optimizer.shard_set.shards_by_group[number]
     return [
         (shard.param, starts[id(shard.group)] + shard.start, shard.numel) for shard in shards
     ], length

@@ -1,0 +1,100 @@
+"""The states of shards that an update finds in other memories than those of its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ..planner.spec import S
+from ..sharding.grad_sum import GradSum
+from ..tiers.tier import COMPLETED, CopyEvent, StagedTile
+from .master_shard import GradSource, MasterShard, Tile, collected
+from .moments import Moments
+from .tile_memory import StorageRange
+
+
+def ranges_of_tile(
+    tile: Tile, moments: Moments, source: GradSource, after: CopyEvent
+) -> Iterator[StorageRange]:
+    """Yield the ranges that are fetched before the update of a tile, and stored after it.
+
+    Args:
+        tile: The shards that are updated together.
+        moments: The states of the inner optimizer.
+        source: A function that returns the reduced gradient of a parameter group.
+        after: Event of the device after which it does not change the states.
+    """
+    for _, shard in tile:
+        if shard.group.plan.is_offloaded and not shard.is_absent(source):
+            yield from storage_ranges(shard, source)
+            yield from staged_ranges(shard, source, after)
+            yield from moments.storage_ranges(shard)
+
+
+def storage_ranges(shard: MasterShard, source: GradSource = collected) -> Iterator[StorageRange]:
+    """Yield the storage ranges that the update of a shard reads or writes.
+
+    They belong to main weights, weights and gradients outside the training device.
+
+    Args:
+        shard: The shard that is updated.
+        source: A function that returns the reduced gradient of a parameter group.
+    """
+    for storage in shard.master.offloaded():
+        yield StorageRange(storage, shard.start, shard.stop)
+    buffer = source(shard.group).buffer
+    if buffer is not None and not buffer.storage.on_device:
+        yield StorageRange(buffer.storage, shard.start, shard.stop, changes=False)
+
+
+def staged_ranges(
+    shard: MasterShard, source: GradSource = collected, after: CopyEvent = COMPLETED
+) -> Iterator[StorageRange]:
+    """Yield the ranges on the training device that the host updates or reads.
+
+    Args:
+        shard: The shard that is updated.
+        source: A function that returns the reduced gradient of a parameter group.
+        after: Event of the device after which it does not change the ranges.
+    """
+    if shard.master.staged is not None:
+        yield StorageRange(shard.master.staged, shard.start, shard.stop, after=after)
+    staged = staged_gradient(source(shard.group))
+    if staged is not None:
+        yield StorageRange(staged, shard.start, shard.stop, changes=False, after=after)
+
+
+def staged_gradient(total: GradSum) -> StagedTile | None:
+    """Return the object that copies ranges of this rank's gradient to the host for the update.
+
+    Args:
+        total: The reduced gradient of a parameter group.
+
+    Returns:
+        None if the gradient is not on the training device, or is not updated on the host.
+    """
+    buffer = total.buffer
+    group = total.group
+    if buffer is None or not buffer.storage.on_device or not group.plan.is_updated_on_host:
+        total.staged = None
+        return None
+    memory = buffer.memory
+    if buffer.spec.placement is not S and memory.numel() != group.layout.slice_numel:
+        first, last = group.layout.bounds(group.comm_ctx.comm.rank)
+        memory = memory[first:last]
+    known = total.staged
+    if known is None or known.on_device.data_ptr() != memory.data_ptr():
+        total.staged = group.comm_ctx.copy_engine.staged_tile(memory, is_read=True)
+    return total.staged
+
+
+def evict_staged(tiles: Iterable[Tile], source: GradSource) -> None:
+    """Discard the copies on the host of states of the training device.
+
+    Args:
+        tiles: The tiles that an update was given.
+        source: A function that returns the reduced gradient of a parameter group.
+    """
+    for tile in tiles:
+        for _, shard in tile:
+            for staged in staged_ranges(shard, source):
+                staged.storage.evict(staged.low, staged.high)
