@@ -840,6 +840,25 @@ def test_blocks_compiled_before_or_after_wrapping_train(
         torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-6)
 
 
+@on_stages_1_and_3
+def test_a_batch_of_another_size_recompiles_blocks_that_have_gradients(setting: Setting) -> None:
+    plain, model = Plain(Model), seeded(Model)
+    engine = engine_for(model, setting)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+    def loss_of_batch(model: nn.Module, rank: int, size: int) -> Tensor:
+        return model(draw(rank, size, size, WIDTH)).square().mean()
+
+    torch._dynamo.reset()
+    for size in (4, 6):
+        expected = plain.run(lambda m, r, s, b: [loss := loss_of_batch(m, r, s), b(loss)][0], size)
+        found = loss_of_batch(engine, here(), size)
+        engine.backward(found)
+        assert_same_outputs(found, expected)
+    torch._dynamo.reset()
+
+
 # -- the plain loop of seed 000
 # --------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from ..base.device import without_torch_function
 from ..base.errors import AtRestError
@@ -114,6 +115,8 @@ ELEMENT_WISE = frozenset(
 OPERATORS = frozenset(
     "__rsub__ __rdiv__ __rtruediv__ __pow__ __rpow__ __ipow__ __and__ __or__ __xor__".split()
 )
+# What torch.compile reads of the `.grad` of each parameter that a traced function uses.
+DESCRIPTIONS = frozenset("is_mkldnn untyped_storage".split())
 NORMS = frozenset("norm linalg_norm linalg_vector_norm vector_norm".split())
 NUMBER = (bool, int, float)
 
@@ -144,6 +147,9 @@ class ShardedGradient(Tensor):
             return args[0]
         if (found := answer_without_elements(function, name, args, kwargs)) is not NEEDS_ELEMENTS:
             return found
+        if name in DESCRIPTIONS and TracingContext.try_get() is not None:
+            with without_torch_function():
+                return function(*args, **kwargs)
         # The result has the whole shape, so that a seed gives the same numbers for any number of
         # ranks.
         if name.endswith("_like"):
