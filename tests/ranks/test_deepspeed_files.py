@@ -279,10 +279,63 @@ def test_under_deepspeeds_name_its_checkpoint_layout_is_the_default(tmp_path: Pa
         assert saved("told", checkpoint={"layout": "slices"}) == slices
         assert saved("kept", checkpoint={"keep_last": 2}) == slices
         assert saved("behind", wait=False) == slices
-        assert saved("stage 0", stage=0) == slices
+        assert saved("stage 0", stage=0) == {".pt"}
         assert saved("taken", client={"module": 1}) == slices
         factors = {"type": "Adafactor", "params": {"lr": 1e-3}}
         assert saved("factors", optimizer=factors) == slices
+
+
+class Tied(torch.nn.Module):
+    """A model with a tied weight, a frozen layer and a layer that forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last, self.idle = (torch.nn.Linear(4, 4) for _ in range(4))
+        self.last.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.frozen(self.first(x)))
+
+
+@pytest.mark.parametrize("groups", ["one", "reversed", "two"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_stage_0_has_the_module_and_resumes(
+    dtype: str, groups: str, tmp_path: Path
+) -> None:
+    def built(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = Tied()
+        params: list[Any] = [param for param in model.parameters() if param.requires_grad]
+        if groups == "reversed":
+            params = params[::-1]
+        elif groups == "two":
+            params = [{"params": params[2:], "lr": 0.01}, {"params": params[:2]}]
+        words = {"train_micro_batch_size_per_gpu": 2, "checkpoint": {"layout": "deepspeed"}}
+        if dtype != "fp32":
+            words[dtype] = {"enabled": True}
+        adam = torch.optim.Adam(params, lr=0.1)
+        return deepseek_zero.initialize(model=model, optimizer=adam, config=words)[0]
+
+    def losses(engine: Any) -> list[float]:
+        found = []
+        for step in range(2):
+            inputs = torch.full((2, 4), 1.0 + step + here(), dtype=engine.module.idle.weight.dtype)
+            loss = engine(inputs).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found
+
+    engine = built(0)
+    losses(engine)
+    engine.save_checkpoint(tmp_path, client_state={"rank": here()})
+    file = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt")
+    assert not differences(file["module"], engine.module_state_dict())
+    resumed = built(1)
+    assert resumed.load_checkpoint(tmp_path)[1] == {"rank": here()}
+    assert losses(resumed) == losses(engine)
 
 
 class Evil:

@@ -302,8 +302,7 @@ def _foreign_layout(
     """Return the layout to save in; None for our own. Every rank must call it.
 
     If the configuration names none, the preferred layout is used, unless something is saved that
-    only our own can hold. Files of stage 0 have no parameter names in the optimizer's state, so
-    those of several parameter groups could not be read back.
+    only our own can hold.
     """
     chosen = engine.config.checkpoint
     if chosen.layout != "auto":
@@ -318,7 +317,7 @@ def _foreign_layout(
     wants_slices = (
         not settings.wait or chosen.keep_last is not None or chosen.save_on_signal.path is not None
     )
-    if not preferred or wants_slices or engine.runtime.settings.stage == 0 or settings.folders:
+    if not preferred or wants_slices or settings.folders:
         return None
     layout = layout_named(preferred)
     assert isinstance(layout, EngineLayout)

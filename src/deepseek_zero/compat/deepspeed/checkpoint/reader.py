@@ -171,6 +171,8 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
             for rank, each in enumerate(files)
             if isinstance(each.get(CLIENT), Mapping)
         }
+        stated = _identity(first).get("clients") or {}
+        found.clients |= {rank: all_from_plain(client) for rank, client in stated.items()}
     found.buffers = [
         {name: each["module"][name] for name in buffers if name in each["module"]}
         for each in models
@@ -186,8 +188,14 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
         if optimizers:
             _add_flat(found, first["param_shapes"], optimizers)
         elif first.get("optimizer"):
-            _add_replicated(found, first["optimizer"], trained)
+            _add_replicated(found, first["optimizer"], trained, _identity(first))
     return _completed(found, first, optimizers)
+
+
+def _identity(file: State) -> State:
+    """Return the entry of this library in a file; {} if DeepSpeed wrote the file."""
+    identity: State = (file.get("ds_config") or {}).get(IDENTITY_KEY) or {}
+    return identity
 
 
 def _completed(
@@ -312,7 +320,7 @@ def _manifest(first: State, ranks: int, is_third: bool) -> Manifest:
     """Build a manifest without parameters and buffers from the first model file."""
     config = first.get("ds_config") or {}
     stage = 3 if is_third else int((config.get("zero_optimization") or {}).get("stage") or 0)
-    tied = first.get("shared_params") or {}
+    tied = first.get("shared_params") or _identity(first).get("tied") or {}
     module = first["module"] or {}
     names = {name: tied.get(name, name) for name in module}
     dtypes = [
@@ -321,7 +329,7 @@ def _manifest(first: State, ranks: int, is_third: bool) -> Manifest:
         if name not in first["buffer_names"]
     ]
     plan = {"module": {"weight": next(iter(dtypes), "float32")}}
-    run = str((config.get(IDENTITY_KEY) or {}).get("run", ""))
+    run = str(_identity(first).get("run", ""))
     extra = {"names": names, "groups": []}
     return Manifest(
         ranks,
@@ -688,10 +696,19 @@ def partition_slice(numel: int, rank: int, ranks: int) -> slice:
 # -- stage 0: the optimizer's state has no names
 
 
-def _add_replicated(found: DeepSpeedCheckpoint, optimizer: State, trained: frozenset[str]) -> None:
+def _add_replicated(
+    found: DeepSpeedCheckpoint, optimizer: State, trained: frozenset[str], identity: State
+) -> None:
     """Add optimizer states that are numbered in the order of the model's parameters.
 
-    The numbers cover either all parameters or the trained ones, whichever has matching shapes.
+    The numbers cover either all parameters or the trained ones, whichever has matching shapes. A
+    checkpoint of this library has the names of the numbered parameters.
+
+    Args:
+        found: The checkpoint to add them to.
+        optimizer: State dict of the optimizer.
+        trained: Names of the parameters that the caller's model trains.
+        identity: The entry of this library in the file; {} if DeepSpeed wrote the file.
     """
     base = _base(optimizer)
     parameters = found.manifest.parameters
@@ -703,7 +720,9 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: State, trained: froze
         next((v for v in each.values() if isinstance(v, Tensor) and v.dim()), None)
         for each in states
     ]
-    for names in (list(parameters), [name for name in parameters if name in trained]):
+    stated = [name for group in identity.get("groups", ()) for name in group]
+    orders = [list(parameters), [name for name in parameters if name in trained]]
+    for names in [stated] if stated else orders:
         shapes = [tuple(parameters[name]["shape"]) for name in names]
         if flats is not None:
             if sum(flat.numel() for flat in flats) == sum(map(prod, shapes)):
@@ -721,6 +740,8 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: State, trained: froze
         )
         return
     is_used = [bool(state) or not any(states) for state in states]
+    if stated:
+        is_used = [name not in identity["frozen"] for name in stated]
     for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         if masters:
             _master(found, name, shape, masters[index].dtype)

@@ -158,8 +158,11 @@ def _config(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> State
 
     DeepSpeed does not read it.
     """
+    identity: State = {"run": layout.run, "rank": rank}
+    if not layout.stage:
+        identity |= _names_at_stage_0(source, layout)
     return {
-        IDENTITY_KEY: {"run": layout.run, "rank": rank},
+        IDENTITY_KEY: identity,
         "zero_optimization": {"stage": layout.stage},
         "bf16": {"enabled": layout.dtype == torch.bfloat16},
         "fp16": {"enabled": layout.dtype == torch.float16},
@@ -168,6 +171,30 @@ def _config(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> State
             for name, value in (source.plain["trainer"].get("batch") or {}).items()
         },
     }
+
+
+def _names_at_stage_0(source: OpenCheckpoint, layout: DeepSpeedTarget) -> State:
+    """Return the entries that DeepSpeed's files of stage 0 do not have.
+
+    They are the names of the numbered parameters by group, those of frozen and tied parameters, and
+    the client_state of each rank that passed its own.
+    """
+    groups = _groups(source)
+    trained = {name for group in groups for name in group}
+    numbered = _numbered(source, layout, groups)
+    ranks = source.manifest.extra.get("clients", {})
+    return {
+        "groups": numbered,
+        "frozen": [name for group in numbered for name in group if name not in trained],
+        "tied": _tied(source),
+        "clients": {int(rank): _client(source, layout, int(rank)) for rank in ranks},
+    }
+
+
+def _tied(source: OpenCheckpoint) -> dict[str, str]:
+    """Return for each further name of a tied parameter its first name."""
+    parameters = source.manifest.parameters
+    return {name: first for name, first in source.tied.items() if first in parameters}
 
 
 def _groups(source: OpenCheckpoint) -> list[list[str]]:
@@ -256,7 +283,6 @@ def _model_state(
     has_zero = layout.stage > 0
     has_frozen = layout.stage > 1
     parts = {name: _frozen(source, layout, name, rank) for name in frozen if has_frozen}
-    tied = {name: first for name, first in source.tied.items() if first in manifest.parameters}
     subs = [sub for group in groups for sub in _sub_groups(source, group, layout)]
     return {
         "module": _module(source, layout, rank),
@@ -264,7 +290,7 @@ def _model_state(
         "optimizer": None if has_zero else _replicated(source, layout, groups),
         "param_shapes": [_shapes(source, sub) for sub in subs] if has_zero else None,
         "frozen_param_shapes": _shapes(source, frozen) if has_frozen else None,
-        "shared_params": tied if has_zero else None,
+        "shared_params": _tied(source) if has_zero else None,
         "frozen_param_fragments": OrderedDict(parts) if has_frozen else None,
         "lr_scheduler": all_to_plain(trainer.get("lr_scheduler")),
         "data_sampler": _curriculum(trainer.get("data")),
@@ -525,11 +551,7 @@ def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups)
 
     Below fp32 it includes the main weights of the trained parameters.
     """
-    # In this case DeepSpeed numbers the frozen parameters, too.
-    if layout.dtype == torch.float32 and len(groups) == 1:
-        names = source.manifest.extra.get("names") or {}
-        everything = source.manifest.parameters
-        groups = [[name for name, first in names.items() if name == first and name in everything]]
+    groups = _numbered(source, layout, groups)
     states: dict[int, State] = {}
     param_groups: list[State] = []
     masters: list[list[Tensor]] = []
@@ -555,11 +577,22 @@ def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups)
         "cur_scale": float(scaler.get("scale", 1.0)),
         "cur_iter": int(scaler.get("cur_iter", 0)),
         "last_overflow_iter": int(scaler.get("last_overflow_iter", -1)),
+        "cur_hysteresis": int(scaler.get("cur_hysteresis", layout.scaling.hysteresis)),
         "scale_factor": 2.0,
         "scale_window": layout.scaling.loss_scale_window,
         "optimizer_state_dict": base,
         "fp32_groups": masters,
     }
+
+
+def _numbered(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Groups) -> Groups:
+    """Return the names that the optimizer of stage 0 numbers, by group."""
+    # In this case DeepSpeed numbers the frozen parameters, too.
+    if layout.dtype == torch.float32 and len(groups) == 1:
+        names = source.manifest.extra.get("names") or {}
+        everything = source.manifest.parameters
+        return [[name for name, first in names.items() if name == first and name in everything]]
+    return groups
 
 
 def _scaler(source: OpenCheckpoint, layout: DeepSpeedTarget) -> State:
