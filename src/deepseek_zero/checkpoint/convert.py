@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .export import save_torch
+from .export import ShardFiles, save_torch
 from .hf_folder import (
     EXPORT_PATTERNS,
     INDEX,
@@ -22,7 +22,7 @@ from .hf_folder import (
     write_index,
 )
 from .read import open_checkpoint, tensors_of
-from .safetensors_file import SafetensorsWriter, dtype_of, run_of
+from .safetensors_file import dtype_of, run_of
 from .staging import staged_output
 
 
@@ -61,17 +61,11 @@ def convert_to_safetensors(
         names = shard_names(len(shards))
         output = stack.enter_context(staged_output(out))
         with ExitStack() as written:
-            files = []
-            for name, infos in zip(names, shards, strict=True):
-                files.append(
-                    file := written.enter_context(SafetensorsWriter(output.path / name, infos))
-                )
-                for info in infos:
-                    for low, part in tensors[info.name].parts():
-                        file.write(info.name, low, part)
-            run = run_of(checksum for file in files for checksum in file.checksums)
-            for file in files:
-                file.run = run
+            files = ShardFiles(output.path, dict(zip(names, shards, strict=True)), written)
+            for name, lazy in tensors.items():
+                for low, part in lazy.parts():
+                    files.put(name, low, part)
+            files.set_run(run_of(files.checksums()))
         if len(names) > 1:
             write_index(output.path / INDEX, shards, names)
         output.publish_folder(EXPORT_PATTERNS, INDEX)

@@ -225,7 +225,7 @@ def _needs_master(group: ParamGroup, settings: ExportSettings) -> bool:
 # -- writing
 
 
-class _RankFiles:
+class ShardFiles:
     """The files that this rank writes.
 
     A write error is kept until `checksums` is called, so that the rank still takes part in every
@@ -379,7 +379,7 @@ def _write(model: WholeModel, folder: Path, shards: dict[str, list[TensorInfo]])
     # A file that is closed in an error is not completed
     with ExitStack() as stack:
         own_files = run_on_all(
-            comm, "export: this rank's files", lambda: _RankFiles(folder, shards, stack)
+            comm, "export: this rank's files", lambda: ShardFiles(folder, shards, stack)
         )
         with LongWork("writing weights", sum(info.nbytes for info in model.tensors)) as work:
             for name, start, values in model.values():

@@ -32,7 +32,6 @@ from ..optim.param_overlap import ParamOverlap, overlaps_of
 from ..optim.sharded import ShardedOptimizer
 from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
-from ..sharding.grad_sum import GradSum
 from ..sharding.param_group import ParamGroup
 from ..sharding.param_info import ParamInfo
 from ..sharding.param_ranges import local_range, owned_view
@@ -59,8 +58,8 @@ from .numpy_values import Plain
 from .piece import ModelPiece, names_of_all, persistent_buffers, predecessor
 from .read import CheckpointReader, client_of_rank, plain_values, tensors_of_rank
 from .rng import restore_rng
-from .safetensors_file import dtype_name, dtype_named
-from .state import exact_storages, package_of, place_of
+from .safetensors_file import dtype_name
+from .state import exact_storages, package_of, place_of, scalar_value
 from .verify import FileSubset, first_few, raise_faults, verify
 
 
@@ -94,20 +93,19 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
     comm = runtime.comm.whole
     follow_requires_grad(runtime)
     names = names_of_all(runtime)
+    optimizer = contents.optimizer if settings.moments else None
 
     def read_manifest() -> tuple[Path, Manifest, bool]:
         folder = existing_folder(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
         check(manifest, contents, settings, names)
         _check_buffers(manifest, contents, settings)
-        if not settings.moments or contents.optimizer is None:
+        if optimizer is None:
             return folder, manifest, False
-        keys: dict[str, set[str]] = {}
-        for chunk in manifest.chunks:
-            if chunk.kind == MOMENT:
-                keys.setdefault(chunk.name, set()).add(chunk.key)
-        split_as_saved(manifest, lambda name: keys.get(name, ()), contents.optimizer)
-        return folder, manifest, _takes_new_moments(folder, manifest, contents.optimizer)
+        with ExitStack() as stack:
+            reader = CheckpointReader(folder, manifest.chunks, stack)
+            split_as_saved(manifest, reader, optimizer)
+            return folder, manifest, _takes_new_moments(reader, optimizer)
 
     (folder, manifest, _), answers = gather_outcomes(
         comm,
@@ -130,17 +128,35 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
         plain = plain_values(folder, manifest)
         rank = predecessor(manifest, runtime.plan.mesh)
         plain["client"] = client_of_rank(folder, manifest, rank or 0, plain["client"])
-        if not checks_moments or contents.optimizer is None:
+        if not checks_moments or optimizer is None:
             return plain, None
-        return plain, list(_read_new_moments(folder, manifest, contents.optimizer))
+        with ExitStack() as stack:
+            reader = CheckpointReader(folder, manifest.chunks, stack, verifies=True)
+            reader.prefetch(moment_ranges(reader, optimizer))
+            return plain, list(read_states(reader, manifest, optimizer, {}))
 
     plain, states = run_on_all(comm, f"loading {tag}: values", read_values)
-    replace_states(
-        contents,
-        tag,
-        lambda: _restore_all(folder, manifest, plain, contents, settings, states),
-        manifest.lifted,
-    )
+
+    def fill() -> None:
+        with ExitStack() as stack:
+            reader = CheckpointReader(folder, manifest.chunks, stack)
+            wanted = list(weight_ranges(reader, contents))
+            if optimizer is not None and states is None:
+                wanted += moment_ranges(reader, optimizer)
+            reader.prefetch(wanted)
+            restore_weights(reader, contents)
+            restore_buffers(reader, manifest, contents)
+            if optimizer is not None:
+                restore_optimizer(reader, manifest, plain["groups"], optimizer, states)
+                restore_kept_gradients(reader, optimizer)
+                _restore_own_states(reader, manifest, optimizer)
+            rank = predecessor(manifest, runtime.plan.mesh)
+            # Without a predecessor, no saved random sequence continues on this rank
+            if settings.rng and rank is not None:
+                states_of_rank = tensors_of_rank(folder, manifest, RNG, rank)
+                restore_rng(states_of_rank, runtime.comm_ctx.pool.device)
+
+    replace_states(contents, tag, fill, manifest.lifted)
     here = runtime.settings.ranks_per_host or 1
     if manifest.world_size == comm.size and manifest.ranks_per_host != here:
         log_first(
@@ -219,13 +235,6 @@ def replace_states(
         for unit in runtime.units:
             for group in unit.trained:
                 group.refresh(unit.name).wait()
-
-
-def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime) -> None:
-    """Restore this process's random generators if a saved rank had the same data."""
-    rank = predecessor(manifest, runtime.plan.mesh)
-    if rank is not None:  # otherwise no saved random sequence continues on this rank
-        restore_rng(tensors_of_rank(folder, manifest, RNG, rank), runtime.comm_ctx.pool.device)
 
 
 def _restore_own_states(
@@ -370,7 +379,7 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
 # -- reading into the engine
 
 
-def _takes_new_moments(folder: Path, manifest: Manifest, optimizer: ShardedOptimizer) -> bool:
+def _takes_new_moments(reader: CheckpointReader, optimizer: ShardedOptimizer) -> bool:
     """Return whether this rank's moments can be read as whole chunks into new memory.
 
     In that case they are verified while they are read, because nothing changes until all ranks have
@@ -381,48 +390,7 @@ def _takes_new_moments(folder: Path, manifest: Manifest, optimizer: ShardedOptim
         return False
     if any(group.plan.moments_external for group in runtime.trained_groups):
         return False
-    with ExitStack() as stack:
-        reader = CheckpointReader(folder, manifest.chunks, stack)
-        return reader.reads_whole(moment_ranges(reader, optimizer))
-
-
-def _read_new_moments(
-    folder: Path, manifest: Manifest, optimizer: ShardedOptimizer
-) -> Iterator[GroupStates]:
-    """Read this rank's moments group by group, and compare their checksums."""
-    with ExitStack() as stack:
-        reader = CheckpointReader(folder, manifest.chunks, stack, verifies=True)
-        reader.prefetch(moment_ranges(reader, optimizer))
-        yield from read_states(reader, manifest, optimizer, {})
-
-
-def _restore_all(
-    folder: Path,
-    manifest: Manifest,
-    plain: Plain,
-    contents: Contents,
-    settings: LoadSettings,
-    states: list[GroupStates] | None,
-) -> None:
-    """Read everything into the engine.
-
-    `states` are the optimizer's states if they have been read already.
-    """
-    with ExitStack() as stack:
-        reader = CheckpointReader(folder, manifest.chunks, stack)
-        optimizer = contents.optimizer if settings.moments else None
-        moments = (
-            moment_ranges(reader, optimizer) if optimizer is not None and states is None else ()
-        )
-        reader.prefetch([*weight_ranges(reader, contents), *moments])
-        restore_weights(reader, contents)
-        restore_buffers(reader, manifest, contents)
-        if optimizer is not None:
-            restore_optimizer(reader, manifest, plain["groups"], optimizer, states)
-            restore_kept_gradients(reader, optimizer)
-            _restore_own_states(reader, manifest, optimizer)
-        if settings.rng:
-            _restore_rng(folder, manifest, contents.runtime)
+    return reader.reads_whole(moment_ranges(reader, optimizer))
 
 
 GroupStates = tuple[ParamGroup, dict[int, Plain]]  # states by shard number
@@ -687,9 +655,7 @@ def restore_optimizer(
     optimizer.shard_set.add_missing_states()
 
 
-def split_as_saved(
-    manifest: Manifest, keys: Callable[[str], Iterable[str]], optimizer: ShardedOptimizer
-) -> None:
+def split_as_saved(manifest: Manifest, reader: StateReader, optimizer: ShardedOptimizer) -> None:
     """Split shards whose parameters were saved with different counters or moments.
 
     This happens if some parameters were frozen for a time or their gradients were dropped. The
@@ -697,14 +663,14 @@ def split_as_saved(
 
     Args:
         manifest: Manifest of the checkpoint.
-        keys: A function that returns the names of a parameter's moments.
+        reader: Reader of the checkpoint's states.
         optimizer: Sharded optimizer whose states are restored.
     """
     piece = ModelPiece.of(optimizer.runtime)
 
     def saved(overlap: ParamOverlap) -> tuple[Plain, frozenset[str]]:
         name = piece.name(member_of(overlap))
-        return manifest.scalars.get(name, {}), frozenset(keys(name))
+        return manifest.scalars.get(name, {}), frozenset(reader.keys(MOMENT, name))
 
     optimizer.shard_set.cut_apart(saved)
 
@@ -720,27 +686,21 @@ def restore_kept_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> 
     """
     piece = ModelPiece.of(optimizer.runtime)
     for group in optimizer.runtime.trained_groups:
+        rank = group.comm_ctx.comm.rank
         for kept in group.gradient.kept.values():
             absent = set()
             for number, member in enumerate(group.members):
-                if reader.has(kept.saved_as, piece.name(member)):
-                    _restore_kept_gradient(reader, piece, group, kept, member)
-                else:
+                if not reader.has(kept.saved_as, piece.name(member)):
                     absent.add(number)
+                    continue
+                start, stop = group.layout.owned(member.slot, rank)
+                low = start - member.slot.start
+                high = max(low, stop - member.slot.start)
+                group.guard.before_write()
+                view = owned_view(kept.ensure(), member.slot, rank)
+                for at, values in piece.read(reader, kept.saved_as, member, "", low, high):
+                    view[at - low : at - low + values.numel()].copy_(values)
             kept.absent = absent if len(absent) < len(group.members) else None
-
-
-def _restore_kept_gradient(
-    reader: StateReader, piece: ModelPiece, group: ParamGroup, kept: GradSum, member: ParamInfo
-) -> None:
-    rank = group.comm_ctx.comm.rank
-    start, stop = group.layout.owned(member.slot, rank)
-    low = start - member.slot.start
-    high = max(low, stop - member.slot.start)
-    group.guard.before_write()
-    view = owned_view(kept.ensure(), member.slot, rank)
-    for at, values in piece.read(reader, kept.saved_as, member, "", low, high):
-        view[at - low : at - low + values.numel()].copy_(values)
 
 
 def _shard_state(
@@ -815,10 +775,4 @@ def _numbers(manifest: Manifest, names: list[str]) -> Plain:
             "They were not always trained together.",
             "give them separate parameter groups, or load with load_optimizer_states=False.",
         )
-    return {key: _number(number) for key, number in saved[0].items()} if saved else {}
-
-
-def _number(number: Plain) -> Any:
-    if number["dtype"] is None:
-        return number["value"]
-    return torch.tensor(number["value"], dtype=dtype_named(number["dtype"]))
+    return {key: scalar_value(number) for key, number in saved[0].items()} if saved else {}

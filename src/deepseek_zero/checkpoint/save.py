@@ -49,6 +49,7 @@ from .rng import capture_rng
 from .safetensors_file import dtype_name
 from .staging import StagedOutput
 from .state import WriteGroup, exact_dtype, optimizer_scalars, package_of, value_item, write_groups
+from .torch_file import parameter_facts
 
 NOW = "at once"
 IN_BACKGROUND = "behind"
@@ -431,17 +432,16 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
     """Create the manifest with everything that is known before writing."""
     runtime = contents.runtime
     optimizer = contents.optimizer
-    plan = {}
-    for unit in runtime.units:
-        for number, group in enumerate(unit.groups):
-            plan[f"{unit.name}/{number}"] = describe_states(group.plan)
+    plan = {
+        f"{unit.name}/{number}": describe_states(group.plan)
+        for unit in runtime.units
+        for number, group in enumerate(unit.groups)
+    }
     piece = ModelPiece.of(runtime)
     parameters = {
-        piece.name(member): {
-            "shape": list(piece.shape(member)),
-            "dtype": dtype_name(exact_dtype(group)),
-            "trained": group.trainable,
-        }
+        piece.name(member): parameter_facts(
+            piece.shape(member), exact_dtype(group), trained=group.trainable
+        )
         for group in runtime.groups
         for member in group.members
     }

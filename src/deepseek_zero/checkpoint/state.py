@@ -34,7 +34,7 @@ from .contents import Contents
 from .format import INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
 from .numpy_values import Plain
 from .piece import ModelPiece
-from .safetensors_file import dtype_name
+from .safetensors_file import dtype_name, dtype_named
 
 
 def exact_dtype(group: ParamGroup) -> torch.dtype:
@@ -387,19 +387,40 @@ def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, Plain]:
         for key, value in optimizer.inner.state.get(shard.param, {}).items():
             if isinstance(value, Tensor) and not is_scalar_state(value, shard.param):
                 continue
-            number = _scalar(key, value, shard.names[0])
+            number = saved_scalar(value)
+            if number is None:
+                raise _unstorable(key, value, shard.names[0])
             for name in shard.names:
                 found.setdefault(names.get(name, name), {})[key] = number
     return found
 
 
-def _scalar(key: str, value: Any, name: str) -> Plain:
+def saved_scalar(value: Any) -> Plain | None:
+    """Return a number of an optimizer in the form that a manifest stores.
+
+    Args:
+        value: A tensor with one element, a plain value, or any other object.
+
+    Returns:
+        A dict with the keys "value" and "dtype"; None if a manifest cannot store the value.
+    """
     if isinstance(value, Tensor):
         return {"value": value.item(), "dtype": dtype_name(value.dtype)}
     if value is None or isinstance(value, (bool, int, float, str)):
         return {"value": value, "dtype": None}
+    return None
+
+
+def scalar_value(saved: Plain) -> Any:
+    """Return the number that `saved_scalar` converted."""
+    if saved["dtype"] is None:
+        return saved["value"]
+    return torch.tensor(saved["value"], dtype=dtype_named(saved["dtype"]))
+
+
+def _unstorable(key: str, value: Any, name: str) -> CheckpointError:
     kind = type(value)
-    raise CheckpointError(
+    return CheckpointError(
         f"optimizer state '{key}' of '{name}' is a {kind.__name__} of {kind.__module__}.",
         "Checkpoints hold plain values and tensors, so that reading one never runs code.",
         "if the optimizer is your own, keep that state as tensors or numbers. If it is another "

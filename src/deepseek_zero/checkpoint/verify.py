@@ -17,7 +17,7 @@ from ..base.errors import CheckpointError
 from .boxes import ParamPart, first_gap
 from .format import MANIFEST, MOMENT, WEIGHT, Manifest, SavedChunk
 from .layouts import ForeignLayout, layout_of
-from .readahead import ByteRange, ReadPart, read_ahead
+from .readahead import ByteRange, read_ahead
 from .safetensors_file import SafetensorsHeader, read_header
 
 OnBytes = Callable[[int], None]
@@ -319,17 +319,13 @@ def _checksums(
         }
         label = "checking the checkpoint" if on_bytes is None else ""
         for part in read_ahead(ranges, label):
-            before = sums[ranges[part.range]]
+            place = ranges[part.range]
+            before = sums[place]
             if not isinstance(before, OSError):
-                sums[ranges[part.range]] = _checksum(part, before)
+                try:
+                    sums[place] = zlib.crc32(part.data.numpy().data, before)
+                except OSError as error:
+                    sums[place] = error
             if on_bytes is not None:
                 on_bytes(part.stop - part.start)
     return sums
-
-
-def _checksum(part: ReadPart, before: int) -> int | OSError:
-    """Continue a CRC-32 with this part, or return the error of a failed read."""
-    try:
-        return zlib.crc32(part.data.numpy().data, before)
-    except OSError as error:
-        return error

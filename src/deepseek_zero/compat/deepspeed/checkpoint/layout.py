@@ -204,6 +204,7 @@ class DeepSpeedLayout(EngineLayout):
             Collective: every rank must call it.
         """
         runtime = contents.runtime
+        optimizer = contents.optimizer if settings.moments else None
         folder = directory / tag
         follow_requires_grad(runtime)
         piece = ModelPiece.of(runtime)
@@ -216,19 +217,17 @@ class DeepSpeedLayout(EngineLayout):
         def read_files() -> DeepSpeedCheckpoint:
             found = read_deepspeed(folder, trained)
             check(found.manifest, contents, replace(settings, moments=False), names)
-            if settings.moments and contents.optimizer is not None:
-                _check_states(found, contents.optimizer)
-                split_as_saved(
-                    found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer
-                )
+            if optimizer is not None:
+                _check_states(found, optimizer)
+                split_as_saved(found.manifest, found, optimizer)
             return found
 
         def fill() -> None:
             restore_weights(found, contents)
             restore_buffers(found, found.manifest, contents)
-            if settings.moments and contents.optimizer is not None:
-                groups = _known(found.plain["groups"], contents.optimizer)
-                restore_optimizer(found, found.manifest, groups, contents.optimizer)
+            if optimizer is not None:
+                groups = _known(found.plain["groups"], optimizer)
+                restore_optimizer(found, found.manifest, groups, optimizer)
 
         def check_bytes() -> None:
             raise_faults(folder, verify(folder, FileSubset(comm.rank, comm.size)))

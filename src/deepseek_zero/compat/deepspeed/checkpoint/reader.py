@@ -32,6 +32,7 @@ from ....base.errors import CheckpointError, brief
 from ....checkpoint.format import CLIENT, MOMENT, WEIGHT, Manifest, missing_elements
 from ....checkpoint.numpy_values import all_from_plain
 from ....checkpoint.safetensors_file import dtype_name
+from ....checkpoint.state import saved_scalar
 from ....checkpoint.torch_file import MappedCheckpoint, load_mapped, parameter_facts
 from ....config.batch import BATCH_KEYS, BatchRequest, solve
 from ....config.problems import Problem
@@ -518,11 +519,8 @@ def _add_states(
     for key, value in states.items():
         if isinstance(value, Tensor) and value.dim():
             found.add(MOMENT, name, key, start, value.reshape(-1)[cut])
-        elif isinstance(value, Tensor):
-            number = {"value": value.item(), "dtype": dtype_name(value.dtype)}
+        elif not isinstance(value, str) and (number := saved_scalar(value)) is not None:
             found.manifest.scalars.setdefault(name, {})[key] = number
-        elif value is None or isinstance(value, (bool, int, float)):
-            found.manifest.scalars.setdefault(name, {})[key] = {"value": value, "dtype": None}
 
 
 # -- pipelines: one file for each layer; each stage also has the files of a data-parallel run

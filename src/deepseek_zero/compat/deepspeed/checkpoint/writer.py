@@ -32,6 +32,7 @@ from ....checkpoint.numpy_values import all_to_plain
 from ....checkpoint.read import client_of_rank, open_checkpoint, tensors_of
 from ....checkpoint.safetensors_file import cast, dtype_name, dtype_named
 from ....checkpoint.staging import staged_output
+from ....checkpoint.state import scalar_value
 from ....precision.loss_scale import LossScaleSettings
 from .reader import (
     BATCH_SIZES,
@@ -407,12 +408,7 @@ def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> State:
             "dropped) and get the count of the others.",
             logging.WARNING,
         )
-    return {
-        key: each["value"]
-        if each["dtype"] is None
-        else torch.tensor(each["value"], dtype=dtype_named(each["dtype"]))
-        for key, each in found.items()
-    }
+    return {key: scalar_value(each) for key, each in found.items()}
 
 
 def _group(source: OpenCheckpoint, number: int, params: list[int]) -> State:
