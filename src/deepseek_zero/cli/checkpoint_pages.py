@@ -308,12 +308,10 @@ def _print_verdict(console: Console, entry: CheckpointInfo, faults: Sequence[Fau
         console.print(Text(f"{entry.tag}: damaged, {len(faults)} fault(s)", "bold red"))
         _print_faults(console, faults)
         return
-    unknown = num_without_checksum(entry.manifest) if entry.manifest is not None else 0
-    note = (
-        f"{unknown} chunks have no checksum and were only read"
-        if unknown
-        else checksum_coverage(entry.folder)
-    )
+    verdict = _verdict(entry, faults)
+    unknown, note = verdict["chunks_without_checksum"], verdict["note"]
+    if unknown:
+        note = f"{unknown} chunks have no checksum and were only read"
     note = f"; {note}" if note else ""
     console.print(Text(f"{entry.tag}: good, {format_bytes(entry.num_bytes)} read{note}", "green"))
 

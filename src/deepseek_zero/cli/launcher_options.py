@@ -39,7 +39,7 @@ ELASTIC = (
 )
 
 
-def cli_option(default: Any, text: str, panel: str, *aliases: str) -> Any:
+def cli_option(default: Any, text: str, panel: str, *aliases: str, **facts: Any) -> Any:
     """Return a field of a dataclass that is an option: `num_gpus` is --num-gpus.
 
     Args:
@@ -47,15 +47,15 @@ def cli_option(default: Any, text: str, panel: str, *aliases: str) -> Any:
         text: The text for --help.
         panel: The heading in --help.
         aliases: Other names of the option.
+        facts: More metadata of the field.
     """
     create = partial(typer.Option, help=text, rich_help_panel=panel, show_default=False)
-    return field(default=default, metadata={"create": create, "aliases": aliases})
+    return field(default=default, metadata={"create": create, "aliases": aliases, **facts})
 
 
 def _refused(default: Any, why: str, fix: str) -> Any:
     """Declare an option that is refused, with the reason and an alternative."""
-    create = partial(typer.Option, help="Refused.", rich_help_panel=PANEL, show_default=False)
-    return field(default=default, metadata={"create": create, "aliases": (), "refused": (why, fix)})
+    return cli_option(default, "Refused.", PANEL, refused=(why, fix))
 
 
 @dataclass(frozen=True)

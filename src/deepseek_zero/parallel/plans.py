@@ -490,7 +490,7 @@ def _cut_region(
     size = head_dim or 1
     for column in columns:
         shares = query if column.width == inputs else key
-        column.part = _part(column, 0, _in_blocks(column, _ranges(shares, size)))
+        column.part = _part(column, 0, _in_blocks(column.fused, shares, size))
         column.region = row.name
     row.part = _part(row, 1, _ranges(query, size))
     for choice in region:
@@ -512,19 +512,13 @@ def adapted_common(choices: Sequence[Choice]) -> str:
     return ".".join(common_path([parent_of(choice) for choice in choices]))
 
 
-def _in_blocks(column: Choice, ranges: RangesOfRanks) -> RangesOfRanks:
-    """Return each rank's part of a projection, from its ranges of each fused part."""
-    fused = column.fused
+def _in_blocks(fused: Fused | None, shares: Shares, size: int) -> RangesOfRanks:
+    """Return each rank's part of a projection, from its share of the heads of a size."""
     if fused is None:
-        return ranges
-    found = []
-    for each in ranges:
-        if fused.kind == "interleaved":
-            found.append(tuple((low * fused.parts, high * fused.parts) for low, high in each))
-            continue
-        starts = range(0, column.width * fused.parts, column.width)
-        found.append(tuple((start + low, start + high) for start in starts for low, high in each))
-    return tuple(found)
+        return _ranges(shares, size)
+    if fused.kind == "interleaved":
+        return _ranges(shares, size * fused.parts)
+    return laid_out([[(high - low) * size for low, high in shares]] * fused.parts)
 
 
 def _head_dim(parent: nn.Module, inputs: int) -> int | None:

@@ -97,12 +97,12 @@ def _node(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
     if isinstance(value, _PLAIN):
-        return {"plain": value}
+        return value
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {"named": {key: _node(each, tensors) for key, each in value.items()}}
     if isinstance(value, (list, tuple)):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_node(each, tensors) for each in value]}
+        nodes = [_node(each, tensors) for each in value]
+        return nodes if isinstance(value, list) else {"tuple": nodes}
     raise UsageError(
         f"a {type(value).__name__} is in a batch, and each pipeline rank has different rows.",
         "Its rows go to the other ranks, as tensors and plain values in lists, tuples and mappings "
@@ -132,15 +132,16 @@ def _rebuilt(described: Any, elements: Tensor) -> Any:
     ]
 
     def rebuilt(node: Any) -> Any:
-        ((kind, told),) = node.items()
-        if kind == "tensor":
-            return tensors[told]
-        if kind == "plain":
-            return told
-        if kind == "named":
-            return {key: rebuilt(each) for key, each in told.items()}
-        found = [rebuilt(each) for each in told]
-        return found if kind == "list" else tuple(found)
+        match node:
+            case {"tensor": number}:
+                return tensors[number]
+            case {"named": items}:
+                return {key: rebuilt(each) for key, each in items.items()}
+            case {"tuple": nodes}:
+                return tuple(map(rebuilt, nodes))
+            case list():
+                return list(map(rebuilt, node))
+        return node
 
     return rebuilt(described["value"])
 

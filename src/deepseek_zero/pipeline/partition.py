@@ -7,6 +7,7 @@ A partition is a tuple of stages + 1 layer numbers: stage g has the layers
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -142,17 +143,11 @@ def _smallest_bottleneck(bounds: Sequence[float], stages: int) -> float:
     for stage in range(2, stages + 1):
         longer = [float("inf")] * (layers + 1)
         for end in range(stage, layers + 1):
-            # search the last cut: best rises with it, and the last stage's weight falls
-            low = stage - 1
-            high = end - 1
-            while low < high:
-                middle = (low + high) // 2
-                if best[middle] >= bounds[end] - bounds[middle]:
-                    high = middle
-                else:
-                    low = middle + 1
-            before = [cut for cut in (low - 1, low) if stage - 1 <= cut < end]
-            longer[end] = min(max(best[cut], bounds[end] - bounds[cut]) for cut in before)
+            # Search the last cut: best rises with it, and the last stage's weight falls
+            cuts = range(stage - 1, end)
+            place = bisect_left(cuts, True, key=lambda cut: best[cut] >= bounds[end] - bounds[cut])
+            near = cuts[max(place - 1, 0) : place + 1]
+            longer[end] = min(max(best[cut], bounds[end] - bounds[cut]) for cut in near)
         best = longer
     return best[layers]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from importlib import import_module
+from operator import setitem
 from typing import Any
 
 import torch.distributed as dist
@@ -126,14 +127,6 @@ def _into(output: Any, value: Any, *args: Any, **kwargs: Any) -> None:
     output.view(-1).copy_(value.reshape(-1))
 
 
-def _into_list(outputs: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
-    outputs[0].copy_(value)
-
-
-def _object_into_list(outputs: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
-    outputs[0] = value
-
-
 def _into_each(
     outputs: Sequence[Tensor], values: Sequence[Tensor], *args: Any, **kwargs: Any
 ) -> None:
@@ -169,8 +162,8 @@ ALONE: dict[str, Callable[..., Any]] = {
     "reduce": _unchanged,
     "all_gather_single": _into,
     "all_to_all_single": _into,
-    "all_gather": _into_list,
-    "all_gather_object": _object_into_list,
+    "all_gather": lambda outputs, value, *args, **kwargs: outputs[0].copy_(value),
+    "all_gather_object": lambda outputs, value, *args, **kwargs: setitem(outputs, 0, value),
     "destroy_process_group": _unchanged,
 }
 ALONE |= {name: alone for name, (_, alone) in COLLECTIVES.items()}

@@ -28,20 +28,17 @@ from . import comm as dist
 Gated = tuple[Any, ...]
 
 
-def _capacity(gates: Tensor, capacity_factor: float, min_capacity: int) -> int:
+def _capacity(
+    gates: Tensor, counts: Tensor, factor: float, least: int, drop_tokens: bool, ep_group: Any
+) -> int:
     """Return the number of tokens that an expert takes.
 
-    Shape of gates: ``(tokens, experts)``.
+    Without `drop_tokens` it is the smallest number that drops no token on any rank, and every rank
+    of the group must call this. Shape of gates: ``(tokens, experts)``.
     """
-    tokens, experts = gates.shape
-    return max(ceil(tokens / experts * capacity_factor), int(min_capacity))
-
-
-def _largest(counts: Tensor, ep_group: Any) -> int:
-    """Return the smallest capacity that drops no token on any rank.
-
-    Every rank of the group must call this.
-    """
+    if drop_tokens:
+        tokens, experts = gates.shape
+        return max(ceil(tokens / experts * factor), int(least))
     most = counts.max().reshape(1)
     if ep_group is not None and dist.get_world_size(group=ep_group) > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=ep_group)
@@ -202,10 +199,7 @@ def top1gating(
         mask = mask * used_token.reshape(-1, 1).to(mask.dtype)
     counts = mask.sum(0)
     l_aux = _unevenness(gates, mask)
-    if drop_tokens:
-        capacity = _capacity(gates, capacity_factor, min_capacity)
-    else:
-        capacity = _largest(counts, ep_group)
+    capacity = _capacity(gates, counts, capacity_factor, min_capacity, drop_tokens, ep_group)
     if drop_tokens and use_rts:
         mask = _best(mask, torch.rand(mask.shape, device=mask.device).clamp(min=1e-6), capacity)
     slots = _of_chosen(_queued(mask), chosen)
@@ -254,10 +248,7 @@ def top2gating(
     second = (logits + noise).masked_fill(mask.bool(), -torch.inf).argmax(1)
     other = F.one_hot(second, experts)
     counts = (mask + other).sum(0)
-    if drop_tokens:
-        capacity = _capacity(gates, capacity_factor * 2, min_capacity)
-    else:
-        capacity = _largest(counts, ep_group)
+    capacity = _capacity(gates, counts, capacity_factor * 2, min_capacity, drop_tokens, ep_group)
     chosen = torch.stack((first, second))
     queued = _queued(torch.cat((mask, other)))  # first choices first
     slots = _of_chosen(queued, chosen.reshape(1, -1)).reshape(2, -1)
@@ -308,14 +299,11 @@ def topkgating(
     mask = torch.zeros(logits.shape, dtype=torch.long, device=logits.device).scatter_(1, places, 1)
     counts = mask.sum(0)
     l_aux = _unevenness(gates, mask) / k
-    if not drop_tokens:
-        capacity = _largest(counts, ep_group)
-    else:
-        capacity = _capacity(gates, capacity_factor * k, min_capacity)
-        if drop_policy == "probs":
-            mask = _best(mask, gates, capacity)
-        elif drop_policy != "position":
-            raise ValueError(f"Invalid drop_policy: {drop_policy}")
+    capacity = _capacity(gates, counts, capacity_factor * k, min_capacity, drop_tokens, ep_group)
+    if drop_tokens and drop_policy == "probs":
+        mask = _best(mask, gates, capacity)
+    elif drop_tokens and drop_policy != "position":
+        raise ValueError(f"Invalid drop_policy: {drop_policy}")
     chosen = places.mT
     slots = _of_chosen(_queued(mask), chosen)
     kept = _of_chosen(mask, chosen).bool() & (slots < capacity)

@@ -62,11 +62,12 @@ class RandomStreams:
                 "Two streams would draw alike.",
                 "take another, or reset().",
             )
-        before = _state()
-        _seed(seed)
-        self._states[name] = _state()
+        device = _device()
+        before = device.get_rng_state()
+        device.manual_seed(seed)
+        self._states[name] = device.get_rng_state()
         self._seeds.add(seed)
-        _set_state(before)
+        device.set_rng_state(before)
         recompute.preserve(self)
 
     @contextmanager
@@ -82,13 +83,14 @@ class RandomStreams:
                 "It is made from a seed.",
                 "call model_parallel_cuda_manual_seed(seed), or add(name, seed).",
             )
-        before = _state()
-        _set_state(self._states[name])
+        device = _device()
+        before = device.get_rng_state()
+        device.set_rng_state(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = _state()
-            _set_state(before)
+            self._states[name] = device.get_rng_state()
+            device.set_rng_state(before)
 
 
 _STREAMS = RandomStreams()  # of this process
@@ -114,7 +116,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     depends on `seed` and on this rank's tensor-parallel index. All other streams are deleted.
     """
     _STREAMS.reset()
-    _seed(seed)
+    _device().manual_seed(seed)
     _STREAMS.add(MODEL_PARALLEL, seed + OFFSET + _tensor_rank())
 
 
@@ -128,27 +130,10 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
         UsageError: `model_parallel_cuda_manual_seed` has not been called before.
     """
     with _STREAMS.fork():
-        _seed(seed + OFFSET + _tensor_rank())
+        _device().manual_seed(seed + OFFSET + _tensor_rank())
 
 
 def _device() -> Any:
-    return torch.get_device_module(default_device())
-
-
-def _seed(seed: int) -> None:
-    """Seed the device's generator."""
-    if default_device().type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        _device().manual_seed(seed)
-
-
-def _state() -> Tensor:
-    found: Tensor = (
-        torch.get_rng_state() if default_device().type == "cpu" else _device().get_rng_state()
-    )
-    return found
-
-
-def _set_state(state: Tensor) -> None:
-    (torch.set_rng_state if default_device().type == "cpu" else _device().set_rng_state)(state)
+    """Return the module with the functions that seed the device's generator."""
+    device = default_device()
+    return torch.random if device.type == "cpu" else torch.get_device_module(device)
