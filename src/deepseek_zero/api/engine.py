@@ -320,8 +320,16 @@ class ZeroEngine(Exports, Engine):
             save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes
         )
         state = dict(client_state or {})
-        saving.save_checkpoint(self, folder, tag, state, settings, preferred=self.preferred_layout)
+        self._save(folder, tag, state, settings)
         return True
+
+    def _save(self, folder: Path, tag: Any, client: dict[Any, Any], settings: SaveSettings) -> None:
+        """Save a checkpoint with checked arguments. A subclass overrides it to accept other tags.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        saving.save_checkpoint(self, folder, tag, client, settings, preferred=self.preferred_layout)
 
     def load_checkpoint(
         self,
@@ -370,10 +378,18 @@ class ZeroEngine(Exports, Engine):
             and (converted := folder / LATEST_UNIVERSAL).exists()
         ):
             tag = converted.read_text(encoding="utf-8").strip()
-        found, client_state = saving.load_checkpoint(self, folder, tag, restore)
+        found, client_state = self._load(folder, tag, restore)
         if found is not None and custom_load_fn is not None:
             custom_load_fn(src=checkpoint.state_dict_of(Path(found)), dst=self.module)
         return found, client_state
+
+    def _load(self, folder: Path, tag: Any, restore: saving.Restore) -> tuple[str | None, Any]:
+        """Load a checkpoint with checked arguments. A subclass overrides it to accept other tags.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        return saving.load_checkpoint(self, folder, tag, restore)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background, and publish it.

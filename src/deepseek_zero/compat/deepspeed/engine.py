@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial, reduce
 from importlib import import_module
 from operator import attrgetter, getitem
@@ -29,14 +30,18 @@ from ...base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ...base.log import log_once, logger
 from ...base.mesh import Mesh
 from ...base.nested import tensors_in
+from ...checkpoint.contents import SaveSettings
+from ...checkpoint.lockstep import run_and_gather, run_on_first_rank
 from ...comm.context import local_rank
 from ...engine.data import Collate, ShardedLoader
 from ...engine.engine import Engine, Parts
 from ...engine.pieces import refuse_shared_loader
 from ...engine.request import Request
+from ...engine.saving import Restore
 from . import groups
 from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
+from .checkpoint import nested_tags
 from .missing import ENGINE, engine_name_missing, missing_names
 from .module_copies import refuse_copies
 from .moe import has_moe_layers
@@ -689,6 +694,27 @@ class DeepSpeedEngine(ZeroEngine):
                 "pass an optimizer to initialize, or name one in the configuration.",
             )
         return super().backward(loss, retain_graph, scale_wrt_gas)
+
+    def _save(self, folder: Path, tag: Any, client: dict[Any, Any], settings: SaveSettings) -> None:
+        """Save a checkpoint. In a program that has imported `deepspeed`, a tag may contain "/".
+
+        A checkpoint with such a tag is not written in the background.
+        """
+        directory, name = nested_tags.split_tag(folder, tag) if self._is_dropin else (folder, tag)
+        if directory == folder:
+            super()._save(folder, tag, client, settings)
+            return
+        super()._save(directory, name, client, replace(settings, latest=False, wait=True))
+        move = partial(nested_tags.complete, folder, tag, latest=settings.latest)
+        run_on_first_rank(self.runtime.comm.whole, "saving: `latest`", move)
+
+    def _load(self, folder: Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
+        if self._is_dropin:
+            if tag is None:
+                read = partial(nested_tags.nested_latest, folder)
+                tag = run_and_gather(self.runtime.comm.whole, "loading: `latest`", read)[0]
+            folder, tag = nested_tags.split_tag(folder, tag)
+        return super()._load(folder, tag, restore)
 
     def _graphless_leaf_hooks(self) -> list[Any]:
         """Register hooks that raise if no input of a trained leaf requires a gradient.

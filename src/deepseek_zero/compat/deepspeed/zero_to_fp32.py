@@ -28,6 +28,7 @@ from ...checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards, shard_names
 from ...checkpoint.read import LazyTensor, open_checkpoint, tensors_of
 from ...checkpoint.safetensors_file import dtype_of
 from ...checkpoint.staging import in_turn, staged_output
+from .checkpoint.nested_tags import nested_latest, split_tag
 from .checkpoint.reader import MODEL, MODEL_OF_RANK
 
 M = TypeVar("M", bound=nn.Module)
@@ -134,7 +135,7 @@ def convert_zero_checkpoint_to_state_dict(
         exclude_frozen_parameters: Whether to leave out parameters that were not trained.
     """
     most = _bytes_of(max_shard_size)
-    source = Path(checkpoint_dir)
+    source, tag = _place_of(checkpoint_dir, tag)
     out = Path(output_dir)
     skip = exclude_frozen_parameters
     # As in DeepSpeed, all ranks of a program may convert into the same folder.
@@ -215,11 +216,16 @@ def _in_deepspeeds_layout(folder: Path) -> Path:
     return out
 
 
+def _place_of(path: AnyPath, tag: str | None) -> tuple[Path, str | None]:
+    """Return the directory and the name of a checkpoint whose tag may contain "/"."""
+    return split_tag(Path(path), nested_latest(Path(path)) if tag is None else tag)
+
+
 def _lazy_state(
     path: AnyPath, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool
 ) -> dict[str, LazyTensor]:
     # The files stay open as long as a returned tensor may be read.
-    source = open_checkpoint(Path(path), tag, ExitStack())
+    source = open_checkpoint(*_place_of(path, tag), ExitStack())
     found = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
     return found | {name: found[first] for name, first in source.tied.items() if first in found}
 

@@ -45,7 +45,7 @@ from ....optimizers.lion import Lion
 from ....precision.loss_scale import LossScaleSettings
 from ....sharding.regroup import follow_requires_grad
 from .reader import RESERVED_KEYS, DeepSpeedCheckpoint, deepspeed_files, read_deepspeed
-from .writer import SCRIPT, DeepSpeedTarget, write_rank
+from .writer import SCRIPT, SCRIPT_NAME, DeepSpeedTarget, write_rank
 
 # Per-element states of the optimizers of torch and this library. A file does not name the optimizer
 # class. The exact class is the key because another library's class may have the same name and other
@@ -331,7 +331,7 @@ def _finish(output: StagedOutput, slices_folder: Path, settings: SaveSettings) -
     final = output.final
     with files.describing_errors(f"completing '{final}'"):
         output.finish()
-        files.replace_text(final.parent / "zero_to_fp32.py", SCRIPT)
+        files.replace_text(final.parent / SCRIPT_NAME, SCRIPT)
         publish(output.path, final, latest=settings.latest)
         output.unlock()
         remove_replaced(final)

@@ -57,6 +57,7 @@ State = dict[str, Any]  # a dictionary of a file
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout is written
 # DeepSpeed's default: stage 3 starts a new flat tensor when a rank's part has this many elements.
 SUB_GROUP_NUMEL = 1_000_000_000
+SCRIPT_NAME = "zero_to_fp32.py"
 SCRIPT = '''"""Writes the whole fp32 weights of the checkpoints beside it: \
 python zero_to_fp32.py . OUTPUT_FOLDER"""
 
