@@ -32,7 +32,6 @@ from deepseek_zero.precision.codecs import WORK_NUMEL, Blocks, Codec
 from deepseek_zero.sharding.buffer import FlatBuffer, Pool
 from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.move import move
-from deepseek_zero.tiers.tier import Tiers
 from tests.hosts import hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "codecs.md"
@@ -87,7 +86,7 @@ def be_a_rank(rounds: int) -> None:
         Mesh(dp_shard=2, rank=dist.get_rank())
     )
     pool = Pool(torch.device("cpu"), comm, scratch_numel=SCRATCH)
-    context = CommContext.over(comm, pool, 1 << 62, 2.0, Tiers())
+    context = CommContext(comm.shard, pool, divisor=2.0)
     layout = FlatLayout((), SUM_NUMEL // 2, 2)
     target = FlatBuffer.empty(layout, Spec(S, torch.bfloat16), pool.device)
     partial = torch.randn(SUM_NUMEL).bfloat16()

@@ -22,7 +22,7 @@ from ..extensions.policies import PolicySettings, policies_of
 from ..extensions.state_dicts import StateDicts
 from ..extensions.ties import refuse_modules, refuse_owned, tie_shared
 from ..extensions.tuning import tune_sizes
-from ..extensions.zero_init import materialise
+from ..extensions.zero_init import ready_units
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_settings import StepSettings
 from ..planner.auto_wrap_policy import read_model
@@ -137,7 +137,7 @@ def assemble(
     with advice.explaining("initialize"):
         tiers = open_tiers(plan, config, comm, step_settings.host_tile_numel)
         check_space(plan, tiers, comm)
-        runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model, materialise)
+        runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model, ready_units)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
         tune_sizes(runtime)
         log_whole_weights(plan)

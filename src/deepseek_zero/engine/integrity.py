@@ -45,7 +45,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..optim.step_message import Fields, StepMessage
 from ..planner.spec import Placement
 from ..sharding.buffer import StateGuard
-from ..sharding.main_weight import is_exposed
+from ..sharding.group_build import is_exposed
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
@@ -256,7 +256,7 @@ class Integrity:
         """
         for unit in self._runtime.units:
             for group in unit.groups:
-                is_at_rest = not is_exposed(group.plan, group.comm_ctx)
+                is_at_rest = not is_exposed(group)
                 buffers = [("weight", group.weight, is_at_rest)]
                 if group.master is not None and not group.plan.master_is_weight:
                     buffers.append(("master", group.master.buffer, True))

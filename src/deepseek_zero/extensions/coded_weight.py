@@ -12,8 +12,7 @@ from ..base.quantities import rounded_up
 from ..comm.pending import Pending
 from ..precision.codecs import Blocks, codec_scratch
 from ..sharding.buffer import FlatBuffer
-from ..sharding.coded_message import CodedMessage
-from ..sharding.move import gather_message
+from ..sharding.coded_message import CodedMessage, gather_message
 from ..sharding.weight_gather import WeightGather
 from ..tiers.tier import Storage
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from .. import extensions
@@ -9,12 +10,14 @@ from ..comm.by_host import ByHost
 from ..comm.collectives import Comm
 from ..planner.extras import can_be_shared, feedback_of, late_gradient_of, second_copy_of
 from ..planner.plan import Plan
+from ..planner.units import GroupPlan
 from ..sharding.comm_context import CommContext, Route
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.grad_sum import GradSum
 from ..sharding.gradient import Gradient
 from ..sharding.param_group import GroupParts, ParamGroup
 from ..sharding.weight_gather import WeightGather
+from .contexts import contexts_of_sharers, sharers_of, with_replicas
 
 
 def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
@@ -42,7 +45,18 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
     per_host = plan.settings.ranks_per_host or 1
     if plan.mesh.near_size(per_host) > 1:
         route = extensions.TwoHops(ByHost.over(comm.whole, *plan.mesh.host_groups(per_host)))
-    return GroupParts(partial(weight_gather_of, inner), reduction_of, kept_gradients_of, route)
+    sharded = replace(comm_ctx, route=route)
+    whole = sharded
+    if comm.outer is not None:
+        whole = with_replicas(sharded, comm.outer, comm_ctx.divisor)
+    of_sharers = contexts_of_sharers(plan, comm, sharded)
+
+    def context_of(planned: GroupPlan) -> CommContext:
+        return of_sharers.get(sharers_of(planned), whole)
+
+    return GroupParts(
+        whole, context_of, partial(weight_gather_of, inner), reduction_of, kept_gradients_of
+    )
 
 
 def weight_gather_of(inner: CommContext | None, group: ParamGroup, what: str) -> WeightGather:

@@ -26,6 +26,7 @@ from ..base.quantities import ceil_div
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..comm.net.store import launchers_store
 from ..planner.auto_wrap_policy import DECLARED_FP32, full_precision_names
+from ..planner.plan import Plan
 from ..precision.policy import cast_master
 from ..sharding.sharded_parameter import (
     NEEDS_ELEMENTS,
@@ -641,6 +642,41 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
                 if owner_of(param) is None:
                     session.cut(param)
         yield module
+
+
+def ready_units(model: nn.Module, plan: Plan, comm: Comm) -> Iterator[int]:
+    """Yield the number of each unit as soon as all its parameters have values.
+
+    Parameters on the meta device get their values from `materialise`.
+
+    Args:
+        model: The model, whose parameters may be on the meta device.
+        plan: The plan of the model.
+        comm: The communicator of all ranks.
+
+    Note:
+        Collective if a parameter is on the meta device.
+    """
+    params = dict(model.named_parameters())
+    lacking = {
+        number: {
+            id(params[name])
+            for group in unit.groups
+            for name in group.names
+            if params[name].is_meta
+        }
+        for number, unit in enumerate(plan.units)
+    }
+    yield from (number for number, missing in lacking.items() if not missing)
+    if not any(lacking.values()):
+        return
+    for module in materialise(model, comm, plan.mesh.device):
+        here = {id(param) for param in module.parameters(recurse=False)}
+        for number, missing in lacking.items():
+            if missing & here:
+                missing -= here
+                if not missing:
+                    yield number
 
 
 # (start, stop) -> flat parts of a value, each with its first element

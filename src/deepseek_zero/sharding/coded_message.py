@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..comm.collectives import ordered_sum
+from ..comm.pending import DONE, Pending
 from ..planner.by_host import hop_wires
 from ..planner.layout import BLOCK
 from ..precision.codecs import Blocks, Cast, Codec, LeftOut
+from .buffer import FlatBuffer
+from .comm_context import CommContext
 from .message import Message, Pool
 
 
@@ -142,3 +145,54 @@ def summand_messages(
     message = CodedMessage.of(values, first, pool)
     arriving = replace(message, wire=last, errors=errors)
     return (arriving, arriving) if near == 1 else (message, arriving)
+
+
+def gather_coded(
+    own: Tensor, target: FlatBuffer, codec: Codec, comm_ctx: CommContext, what: str
+) -> Pending:
+    """Encode this rank's slice, all-gather the slices of all ranks, and decode them.
+
+    Args:
+        own: This rank's slice, flat.
+        target: The output, with all elements.
+        codec: The codec in which the slices are sent.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        what: The name of the unit, used in error messages.
+
+    Returns:
+        A handle. The result may be read after its `wait()` has returned.
+
+    Note:
+        Collective: every rank of the shard group must call it in the same order.
+    """
+    message = CodedMessage.of(target.memory, codec, comm_ctx.pool)
+    message.encode(own, comm_ctx.comm.rank * target.layout.slice_numel)
+    return gather_message(message, target, comm_ctx, what)
+
+
+def gather_message(
+    message: CodedMessage, target: FlatBuffer, comm_ctx: CommContext, what: str
+) -> Pending:
+    """All-gather an encoded buffer of which this rank has its slice, and decode it.
+
+    Args:
+        message: The encoded buffer; only this rank's slice is written before.
+        target: The output, with all elements.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        what: The name of the unit, used in error messages.
+
+    Returns:
+        A handle. The result may be read after its `wait()` has returned.
+
+    Note:
+        Collective: every rank of the shard group must call it in the same order.
+    """
+    comm = comm_ctx.comm
+    pending = DONE
+    if comm.size > 1:
+        pending = comm_ctx.route.all_gather(message.memory, "gather", comm_ctx, what)
+
+    def decode() -> None:
+        message.decode_slices([target.shard(rank) for rank in range(comm.size)])
+
+    return pending.then(decode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ..comm.collectives import Comm
 from ..comm.pending import OrderedIssueQueue, Pending
 from ..comm.transports.base import Use
 from ..planner.messages import inbox_sizes
-from ..tiers.tier import CopyEngine, Tiers, copy_engine_for
+from ..tiers.tier import CopyEngine, Tiers
 from .message import Message, Pool
 
 
@@ -52,38 +52,6 @@ class CommContext:
     def world(self) -> Comm:
         """The communicator of all ranks, which allocates buffers for communication."""
         return self.pool.comm
-
-    @classmethod
-    def over(
-        cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers
-    ) -> CommContext:
-        """Create the context of the ranks over which the states of this rank are sharded.
-
-        These are the data-parallel ranks with the same pipeline stage and tensor-parallel part.
-
-        Args:
-            comm: The communicator of all ranks, with the device mesh.
-            pool: The pool of scratch buffers.
-            bucket_numel: The largest message, in elements.
-            divisor: The divisor of the gradient sum over these ranks.
-            tiers: The memories for offloaded states.
-        """
-        plain = cls(
-            comm.shard, pool, bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device)
-        )
-        return plain if comm.outer is None else plain.with_outer(comm.outer, divisor)
-
-    def with_outer(self, comm: Comm, divisor: float) -> CommContext:
-        """Return a copy of this context in which gradients are also summed over replicas.
-
-        Args:
-            comm: The communicator of the replicas: the ranks with the same slices.
-            divisor: The divisor of the inner and outer sum together.
-        """
-        # The division happens once, in the first sum and before rounding.
-        inner, outer = (divisor, 1.0) if self.comm.size > 1 else (1.0, divisor)
-        others = CommContext(comm, self.pool, self.bucket_numel, outer, self.tiers)
-        return replace(self, divisor=inner, outer=others)
 
 
 class MessageBuffers:

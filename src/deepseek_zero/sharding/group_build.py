@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from ..base.device import CPU
 from ..base.memory import trim_heap
 from ..comm.collectives import Comm, scatter
-from ..planner.spec import R, ShardPlan
+from ..planner.spec import R, S
 from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
 from ..tiers.tier import Tier
 from .buffer import FlatBuffer
 from .comm_context import CommContext
-from .main_weight import MasterWeight, is_exposed, weight_shard
+from .main_weight import MasterWeight
 from .move import move
 from .param_group import GroupParts, ParamGroup
 from .param_info import ParamInfo
@@ -82,7 +82,7 @@ def build_states(group: ParamGroup) -> None:
     with group.weight.writing(0, group.weight.numel) as own:
         values = full.memory if plan.weight.placement is R else full.shard(comm.rank)
         cast_master(values, own)
-    group.master = build_master(group.weight, plan, group.comm_ctx)
+    group.master = build_master(group)
     if group.master is not None and not plan.master_is_weight:
         values = full.memory if group.master.placement is R else full.shard(comm.rank)
         group.master.write_consuming(0, values.numel(), values)
@@ -186,38 +186,52 @@ def whole_values(group: ParamGroup) -> FlatBuffer:
     return full
 
 
-def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
-    """Allocate the main weight that belongs to a weight; None if nothing is trained.
+def build_master(group: ParamGroup, values: FlatBuffer | None = None) -> MasterWeight | None:
+    """Build the main weight that belongs to the weight of a group; None if nothing is trained.
 
     Args:
-        weight: This rank's part of the weight that the model computes with.
-        plan: The placement, dtype and memory of each state of the group.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        group: The parameter group, whose weight is allocated.
+        values: A buffer that becomes the main weight; None to allocate it as planned.
 
     Returns:
-        The main weight, whose values are not initialized.
+        The main weight. Its values are those of `values`, or not initialized.
     """
+    plan = group.plan
     if plan.master is None or plan.moments is None:
         return None
-    layout = weight.layout
-    shard = weight_shard(weight, plan, comm_ctx.comm.rank)
-    if plan.master_is_weight:
-        buffer = FlatBuffer(layout, plan.master, shard.memory, shard.storage, guard=weight.guard)
-    else:
-        what = f"the master of {layout.slots[0].name}"
-        buffer = FlatBuffer.allocate(
-            layout, plan.master, comm_ctx, what, is_copied=plan.weight_is_independent
+    comm_ctx = group.comm_ctx
+    weight = group.weight
+    if plan.master.placement is not plan.weight.placement:  # the main weight covers one slice
+        spec = replace(plan.weight, placement=S)
+        weight = FlatBuffer(group.layout, spec, group.own_weight, guard=group.guard)
+    has_weight = not plan.weight_is_independent
+    if values is None and plan.master_is_weight:
+        has_weight = False
+        values = FlatBuffer(group.layout, plan.master, weight.memory, weight.storage)
+    elif values is None:
+        what = f"the master of {group.layout.slots[0].name}"
+        values = FlatBuffer.allocate(
+            group.layout, plan.master, comm_ctx, what, is_copied=plan.weight_is_independent
         )
-        buffer.guard = weight.guard
-    has_weight = not plan.master_is_weight and not plan.weight_is_independent
-    home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
+    values.guard = group.guard
     kind = SplitMasterWeight if plan.master_is_split and has_weight else MasterWeight
     return kind(
-        buffer,
+        values,
         comm_ctx.comm.rank,
         plan.moments.dtype,
-        shard if has_weight else None,
-        is_exposed=is_exposed(plan, comm_ctx),
-        update_device=home,
+        weight if has_weight else None,
+        is_exposed=is_exposed(group),
+        update_device=comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU,
         copy_engine=comm_ctx.copy_engine,
     )
+
+
+def is_exposed(group: ParamGroup) -> bool:
+    """Return whether a program can read and change a group's weight between steps.
+
+    The program may then change the weight without calling its guard.
+
+    Args:
+        group: The parameter group.
+    """
+    return not group.is_sharded or group.comm_ctx.comm.size == 1

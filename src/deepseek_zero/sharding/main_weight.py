@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from ..base.device import CPU
-from ..planner.spec import Placement, S, ShardPlan
+from ..planner.spec import Placement
 from ..precision.compact import round_to_bf16
 from ..precision.policy import LOW_PRECISION, cast_master
 from ..tiers.tier import CopyEngine, StagedTile, Storage
 from .buffer import FlatBuffer
-from .comm_context import CommContext
 
 
 @dataclass(eq=False)
@@ -215,33 +214,6 @@ class MasterWeight:
             return self.buffer
         spec = replace(self.buffer.spec, dtype=self.dtype)
         return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.memory.numel()))
-
-
-def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
-    """Return the part of a weight that this rank's main weight covers.
-
-    Args:
-        weight: This rank's part of the weight that the model computes with.
-        plan: The placement, dtype and memory of each state of the group.
-        rank: This rank's index in the shard group.
-    """
-    if plan.master is None or plan.master.placement is plan.weight.placement:
-        return weight
-    return FlatBuffer(
-        weight.layout, replace(plan.weight, placement=S), weight.shard(rank), guard=weight.guard
-    )
-
-
-def is_exposed(plan: ShardPlan, comm_ctx: CommContext) -> bool:
-    """Return whether a program can read and change a group's weight between steps.
-
-    The program may then change the weight without calling its guard.
-
-    Args:
-        plan: The placement, dtype and memory of each state of the group.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
-    """
-    return plan.weight.placement is not S or comm_ctx.comm.size == 1
 
 
 def staging_like(target: Tensor, values: Tensor) -> Tensor:

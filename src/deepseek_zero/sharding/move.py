@@ -6,19 +6,20 @@ It follows `TRANSITIONS` (planner/spec.py).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
-from ..base.memory import parts_in_lock_ranges
 from ..comm.pending import DONE, Pending
 from ..planner.messages import messages_of
-from ..planner.spec import TRANSITIONS, Movement
+from ..planner.spec import TRANSITIONS, Movement, S
 from ..precision.codecs import Cast
-from ..tiers.tier import Storage
 from .buffer import FlatBuffer
-from .coded_message import CodedMessage, summand_messages
+from .coded_message import gather_coded, summand_messages
 from .comm_context import CommContext
+from .fetch import fetch_into
 from .message import Message
 
 
@@ -49,21 +50,20 @@ def move(
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
-            if not source.storage.on_device:
-                source.guard.before_read()
-                return _fetch_and_gather(source.storage, target, comm_ctx, what)
-            return _all_gather(source.load(), target, comm_ctx, what)
+            if source.storage.on_device:
+                return _all_gather(source.load(), target, comm_ctx, what)
+            source.guard.before_read()
+            gather = partial(_all_gather, target=target, comm_ctx=comm_ctx, what=what)
+            return fetch_into(source.storage, target, comm_ctx, gather)
         case Movement.REDUCE_SCATTER | Movement.ALL_REDUCE if not source.layout.slice_numel:
             pass
         case Movement.REDUCE_SCATTER:
-            own = target.load()
-            reduction = _ReduceScatter(source, own, target.storage, comm_ctx, what, add=add)
-            reduction.on_sum = target.on_sum
-            return reduction.start()
+            return _ReduceScatter(source, target, comm_ctx, what, add=add).start()
         case Movement.ALL_REDUCE:
             own = target.shard(comm_ctx.comm.rank)
-            reduction = _ReduceScatter(source, own, Storage(own), comm_ctx, what, add=add)
-            return reduction.start().then(lambda: _all_gather(own, target, comm_ctx, what).wait())
+            total = FlatBuffer(target.layout, replace(target.spec, placement=S), own)
+            reduction = _ReduceScatter(source, total, comm_ctx, what, add=add).start()
+            return reduction.then(lambda: _all_gather(own, target, comm_ctx, what).wait())
         case Movement.LOCAL_SLICE:
             target.load().copy_(source.shard(comm_ctx.comm.rank))
         case Movement.NOTHING:
@@ -71,75 +71,17 @@ def move(
     return DONE
 
 
-def _fetch_and_gather(
-    storage: Storage, target: FlatBuffer, comm_ctx: CommContext, what: str
-) -> Pending:
-    """Fetch this rank's slice, gather it in its turn, and evict it after the copy.
-
-    `issue_queue` calls `start` after the fetch, and after the gathers that were added before.
-    """
-    numel = storage.memory.numel()
-
-    def start() -> Pending:
-        here = storage.read(0, numel)
-        own = target.shard(comm_ctx.comm.rank)
-        with comm_ctx.copy_engine.h2d(storage) as copy_event:  # copies to the device
-            for part in parts_in_lock_ranges(here):
-                own[part].copy_(here[part], non_blocking=True)
-            pending = _all_gather(own, target, comm_ctx, what)
-
-        def leave() -> None:
-            copy_event.wait_stream()
-            storage.evict(0, numel)
-
-        if not copy_event.is_done():
-            return pending.then(leave)
-        leave()
-        return pending
-
-    return comm_ctx.issue_queue.add(storage.fetch(0, numel), start)
-
-
 def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
     """Gather the slices of all ranks into the replicated `target`, in the gather lane."""
     comm = comm_ctx.comm
-    slice_numel = target.layout.slice_numel
     if target.coded_as is not None and comm.size > 1:
-        message = CodedMessage.of(target.memory, target.coded_as, comm_ctx.pool)
-        message.encode(own, comm.rank * slice_numel)
-        return gather_message(message, target, comm_ctx, what)
+        return gather_coded(own, target, target.coded_as, comm_ctx, what)
     into = target.shard(comm.rank)
     if into.data_ptr() != own.data_ptr():
         into.copy_(own)
     if comm.size == 1:
         return DONE
     return all_gather(target.load(), "gather", comm_ctx, what)
-
-
-def gather_message(
-    message: CodedMessage, target: FlatBuffer, comm_ctx: CommContext, what: str
-) -> Pending:
-    """All-gather an encoded buffer of which this rank has its slice, and decode it.
-
-    Args:
-        message: The encoded buffer; only this rank's slice is written before.
-        target: The output, with all elements.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
-        what: The name of the unit, used in error messages.
-
-    Returns:
-        A handle. The result may be read after its `wait()` has returned.
-
-    Note:
-        Collective: every rank of the shard group must call it in the same order.
-    """
-    comm = comm_ctx.comm
-    pending = DONE if comm.size == 1 else all_gather(message.memory, "gather", comm_ctx, what)
-
-    def decode() -> None:
-        message.decode_slices([target.shard(rank) for rank in range(comm.size)])
-
-    return pending.then(decode)
 
 
 def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
@@ -169,8 +111,7 @@ class _ReduceScatter:
     def __init__(
         self,
         source: FlatBuffer,
-        own: Tensor,
-        storage: Storage,
+        target: FlatBuffer,
         comm_ctx: CommContext,
         what: str,
         *,
@@ -180,20 +121,17 @@ class _ReduceScatter:
 
         Args:
             source: The partial gradient.
-            own: The elements of this rank's sum.
-            storage: The storage of `own`.
+            target: The buffer of this rank's slice of the sum.
             comm_ctx: The communicator of the shard group, with buffer pool and settings.
             what: The name of the unit, used in error messages.
-            add: Whether to add the sum to the values of `own`.
+            add: Whether to add the sum to the values of `target`.
         """
         self.source = source
-        self.own = own
-        self.storage = storage
+        self.target = target
+        self.own = target.load()
         self.comm_ctx = comm_ctx
         self.what = what
         self.add = add
-        # Called with each part of the sum while it is on the training device.
-        self.on_sum: Callable[[Tensor], object] | None = None
         wire = source.spec.wire or Cast(source.spec.dtype)
         near = comm_ctx.route.near
         # What a rank sends in the first hop, and what it receives in the last one
@@ -214,8 +152,7 @@ class _ReduceScatter:
         """Send the first messages; the handle sends the others and waits for the sums."""
         comm_ctx = self.comm_ctx
         slice_numel = self.source.layout.slice_numel
-        is_done = comm_ctx.comm.size == 1 and self.own.data_ptr() == self._sent.memory.data_ptr()
-        if is_done or not slice_numel:
+        if comm_ctx.comm.size == 1 and self.own.data_ptr() == self._sent.memory.data_ptr():
             return DONE
         self._buffers = deque(
             comm_ctx.route.buffers(comm_ctx, self._sent, self._received, self._numel, slice_numel)
@@ -231,16 +168,16 @@ class _ReduceScatter:
         high = min(low + self._numel, self.source.layout.slice_numel)
         comm_ctx = self.comm_ctx
         pieces = self._pieces(low, high)
-        # The elements of `own`, or a buffer on the device that `send` copies to their storage.
-        landing = self.storage.landing(
+        # The elements of the target, or a buffer on the device that `send` copies to their storage
+        landing = self.target.storage.landing(
             low, high, self._numel, comm_ctx.pool, comm_ctx.copy_engine, add=self.add
         )
 
         def add_up(received: Sequence[Tensor]) -> None:
             total = landing.values()
             self._received.sum(received, total, divisor=comm_ctx.divisor, add=self.add)
-            if self.on_sum is not None:
-                self.on_sum(total)
+            if self.target.on_sum is not None:
+                self.target.on_sum(total)
             landing.send()
 
         pending = DONE

@@ -8,7 +8,7 @@ the gradient in gradient.py. Hooks, the order of units (runtime.py, executor.py)
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..planner.spec import R, S, ShardPlan
 from ..planner.units import GroupPlan
 from ..tiers.tier import Storage
 from .buffer import FlatBuffer, PendingUpdate, StateGuard
-from .comm_context import CommContext, Route
+from .comm_context import CommContext
 from .grad_reduction import GradReduction
 from .grad_sum import GradSum
 from .grad_view import GradView
@@ -39,18 +39,20 @@ class GroupParts:
     """Functions that create the objects with which parameter groups communicate.
 
     Attributes:
+        comm_ctx: The communicator of the shard group, with buffer pool, settings and route.
+        context_of: A function that returns the context of a group from its plan.
         weight_gather: A function that returns the `WeightGather` of a group, from the group and the
             name of its weight. Collective: every rank must call it.
         reduction: A function that returns the `GradReduction` of a group.
         kept_gradients: A function that returns the gradients that are kept in addition to a group's
             gradient, by name.
-        route: How messages are sent: directly, or within hosts first.
     """
 
+    comm_ctx: CommContext
+    context_of: Callable[[GroupPlan], CommContext]
     weight_gather: Callable[[ParamGroup, str], WeightGather]
     reduction: Callable[[ParamGroup], GradReduction]
     kept_gradients: Callable[[Gradient], Mapping[str, GradSum]] = lambda gradient: {}
-    route: Route = field(default_factory=Route)
 
 
 class ParamGroup:

@@ -40,7 +40,6 @@ from .group_build import (
     set_placeholders,
     whole_values,
 )
-from .main_weight import MasterWeight, weight_shard
 from .model_changes import frozen_or_unfrozen
 from .param_group import ParamGroup
 from .param_info import ParamInfo
@@ -235,24 +234,12 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
     values = group.master.values()
     group.planned = planned
     allocate_weight(group, what)
-    if group.plan.master_is_split:
-        group.master = build_master(group.weight, group.plan, group.comm_ctx)
-        assert group.master is not None
+    is_split = group.plan.master_is_split
+    group.master = build_master(group, None if is_split else values)
+    assert group.master is not None
+    if is_split:
         group.master.write_consuming(0, values.memory.numel(), values.memory)
     else:
-        values.guard = group.guard
-        beneath = None
-        if not group.plan.weight_is_independent:
-            beneath = weight_shard(group.weight, group.plan, group.master.rank)
-        group.master = MasterWeight(
-            values,
-            group.master.rank,
-            group.master.dtype,
-            beneath,
-            is_exposed=group.master.is_exposed,
-            update_device=group.master.update_device,
-            copy_engine=group.master.copy_engine,
-        )
         group.master.copy_to_weight(0, values.memory.numel())
     group.placeholder = group.placeholder.to(group.plan.weight.dtype)
     set_placeholders(group.members, group.placeholder)

@@ -6,9 +6,7 @@ to shard, then take rank 0's values.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -19,8 +17,7 @@ from ..comm.collectives import Comm, scatter
 from ..planner.plan import Plan
 from ..planner.pool_estimate import scratch_numel
 from ..planner.row_of_group import predivide_of
-from ..planner.units import GroupKey
-from ..tiers.tier import Tiers
+from ..tiers.tier import Tiers, copy_engine_for
 from .comm_context import CommContext
 from .grad_reduction import GradReduction
 from .group_build import build_group
@@ -31,8 +28,8 @@ from .runtime import Runtime
 from .unit import Unit
 from .weight_gather import WeightGather
 
-# Gives a model on the meta device its values, and yields each module that has received them.
-Materialise = Callable[[nn.Module, Comm, torch.device], Iterator[nn.Module]]
+# Yields the number of each unit whose parameters have values.
+ReadyUnits = Callable[[nn.Module, Plan, Comm], Iterable[int]]
 MakeParts = Callable[[Plan, Comm, CommContext], GroupParts]
 
 
@@ -42,9 +39,16 @@ def plain_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
     Args:
         plan: The plan of the model; not used, because extensions read it.
         comm: The communicator of all ranks; not used.
-        comm_ctx: The communicator of the shard group; not used.
+        comm_ctx: The communicator of the shard group, with buffer pool and settings.
     """
-    return GroupParts(lambda group, _: WeightGather(group), GradReduction)
+    return GroupParts(
+        comm_ctx, lambda _: comm_ctx, lambda group, _: WeightGather(group), GradReduction
+    )
+
+
+def all_units(model: nn.Module, plan: Plan, comm: Comm) -> Iterable[int]:
+    """Return the numbers of all units, because every parameter has values."""
+    return range(len(plan.units))
 
 
 def wrap_model(
@@ -54,7 +58,7 @@ def wrap_model(
     tiers: Tiers | None = None,
     make_parts: MakeParts = plain_parts,
     rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
-    materialise: Materialise | None = None,
+    ready_units: ReadyUnits = all_units,
 ) -> Runtime:
     """Shard a model in place as planned, and register its hooks.
 
@@ -67,7 +71,7 @@ def wrap_model(
             reducing.
             Collective: every rank calls it.
         rules: The behavior that the calling API chooses.
-        materialise: Gives a model on the meta device its values; None if it has values.
+        ready_units: Yields the number of each unit once, when its parameters have values.
 
     Returns:
         The runtime of the model, through which the engine and the optimizer use it.
@@ -86,77 +90,33 @@ def wrap_model(
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(
         settings, plan.mesh.reduce_size
     )
-    comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)
+    comm_ctx = CommContext(
+        comm.shard,
+        pool,
+        settings.bucket_numel,
+        divisor,
+        tiers,
+        copy_engine=copy_engine_for(device),
+    )
     parts = make_parts(plan, comm, comm_ctx)
-    comm_ctx = replace(comm_ctx, route=parts.route)
-    contexts = {1: comm_ctx}
-    wanted = {_sharers(group.key) for unit in plan.units for group in unit.groups}
-    for neighbours in _of_all_ranks(wanted, comm.whole):
-        sharers = comm.whole.split(plan.mesh.outer_groups(neighbours), f"tp{neighbours}")
-        contexts[neighbours] = comm_ctx.with_outer(sharers, divisor)
     params = dict(model.named_parameters())
     modules = dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
     with LongWork("building the engine", plan.numel, "parameters") as work:
-        for number in _as_they_get_values(model, plan, params, comm, materialise):
+        for number in ready_units(model, plan, comm):
+            planned = plan.units[number]
             built[number] = [
-                build_group(group, params, contexts[_sharers(group.key)], parts)
-                for group in plan.units[number].groups
+                build_group(group, params, parts.context_of(group), parts)
+                for group in planned.groups
             ]
-            work.advance(sum(group.layout.numel for group in plan.units[number].groups))
+            work.advance(sum(group.layout.numel for group in planned.groups))
     units = list[Unit]()
-    for number, unit in enumerate(plan.units):
-        module = modules[unit.name] if number else model
-        units.append(Unit(unit.name, module, built[number], number, is_tile=unit.is_tile))
+    for number, planned in enumerate(plan.units):
+        module = modules[planned.name] if number else model
+        units.append(Unit(planned.name, module, built[number], number, is_tile=planned.is_tile))
     pool.clear()  # drop the buffers in which units were packed
     _place_buffers(model, comm, device)
-    return Runtime(model, units, comm_ctx, plan, rules)
-
-
-def _sharers(key: GroupKey | None) -> int:
-    """Return how many ranks along "tp" add up gradients of a group, this one included."""
-    return max(1, len(key.sharers)) if key is not None else 1
-
-
-def _of_all_ranks(wanted: Collection[int], world: Comm) -> list[int]:
-    """Return the numbers of sharers above 1 on any rank, sorted. Every rank must call it.
-
-    Ranks may hold pieces of the model that differ in these numbers.
-    """
-    if world.size == 1:
-        return []
-    everyone = world.all_gather_text(json.dumps(sorted(wanted)), "who shares parameters")
-    return sorted({neighbours for text in everyone for neighbours in json.loads(text)} - {1})
-
-
-def _as_they_get_values(
-    model: nn.Module,
-    plan: Plan,
-    params: Mapping[str, nn.Parameter],
-    comm: Comm,
-    materialise: Materialise | None,
-) -> Iterator[int]:
-    """Yield the number of each unit as soon as all its parameters have values."""
-    lacking = {
-        number: {
-            id(params[name])
-            for group in unit.groups
-            for name in group.names
-            if params[name].is_meta
-        }
-        for number, unit in enumerate(plan.units)
-    }
-    yield from (number for number, missing in lacking.items() if not missing)
-    if not any(lacking.values()):
-        return
-    assert materialise is not None, "nothing gives the model its values"
-    for module in materialise(model, comm, plan.mesh.device):
-        here = {id(param) for param in module.parameters(recurse=False)}
-        for number, missing in lacking.items():
-            if missing & here:
-                missing -= here
-                if not missing:
-                    yield number
+    return Runtime(model, units, parts.comm_ctx, plan, rules)
 
 
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:

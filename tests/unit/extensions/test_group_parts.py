@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ class TopBits(GradReduction):
 
 
 def with_top_bits(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
-    return GroupParts(group_parts(plan, comm, comm_ctx).weight_gather, TopBits)
+    return replace(group_parts(plan, comm, comm_ctx), reduction=TopBits)
 
 
 class Drawer(Storage):
