@@ -30,7 +30,7 @@ import deepseek_zero as dz
 from benchmarks.plot import Panel, draw_panels
 from benchmarks.probes import machine
 from benchmarks.tiers import described
-from deepseek_zero.sharding.executor import Unit, UnitState
+from deepseek_zero.sharding.unit import Unit, UnitState
 
 RESULTS = Path(__file__).parent / "results" / "tile_above.md"
 PARTS = (1, 4, 16, 64)

@@ -139,7 +139,7 @@ def train(config: dict[str, Any]) -> Seen:
                 f"{unit.name}: {[group.plan for group in unit.groups]}"
                 for unit in engine.runtime.units
             ),
-            str(engine.runtime.executor.schedule),
+            str(engine.runtime.schedule),
             f"{type(inner).__name__} {inner.defaults if inner is not None else None}",
             f"{type(scheduler).__name__} {getattr(scheduler, 'settings', None)}",
             "vertical "

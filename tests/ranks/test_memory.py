@@ -93,7 +93,7 @@ def test_the_prediction_is_correct_between_hosts_with_two_sums_in_flight(
     )
     engine = assert_prediction_holds(run)
     plan = engine.runtime.plan
-    assert plan.machine.most_reductions == engine.runtime.executor.reductions.most_reductions == 2
+    assert plan.machine.most_reductions == engine.runtime.reductions.most_reductions == 2
     elsewhere = deepseek_zero.plan(
         Gpt(), run.config() | ADAMW, ranks=ranks, rank=dist.get_rank(), hosts=2
     )

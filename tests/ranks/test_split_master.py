@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import deepseek_zero as dz
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.sharding.group_build import restore_params
+from deepseek_zero.sharding.regroup import promote_unit
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -287,7 +288,7 @@ def test_a_promoted_unit_has_the_main_weights_values_and_continues_training(stag
     engine, _ = trained(run, steps=2)
     before = everything(engine)
     for unit in engine.runtime.units:
-        engine.runtime.promote(unit, to_fp32=True)
+        promote_unit(engine.runtime, unit, to_fp32=True)
     after = everything(engine)
     assert (after["master"], after["moment"]) == (before["master"], before["moment"])
     assert after["weight"] == before["master"]

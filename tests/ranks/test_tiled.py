@@ -190,7 +190,7 @@ def test_every_gradient_of_a_block_of_tiles_arrives_before_its_reduction(setting
     engine = deepseek_zero.initialize(model=seeded(Stack), config=setting.config())[0]
     for step in range(3):
         engine.backward(engine(draw(dist.get_rank(), step, 4, 8)).square().mean())
-        assert not engine.runtime.executor.reductions.late
+        assert not engine.runtime.reductions.late
         engine.step()
 
 

@@ -26,7 +26,7 @@ def test_sizes_change_between_steps_and_every_bit_stays(stage: int, transport: s
             stage, window=ALL, keep=0, ahead=0, bucket=2048, transport=transport, optimizer="adamw"
         )
         engine = start_engine(run, seeded(Gpt))
-        before = str(engine.runtime.executor.schedule)
+        before = str(engine.runtime.schedule)
         losses = train_step(engine, run, 0)
         for step in (1, 2):
             if change:
@@ -36,7 +36,7 @@ def test_sizes_change_between_steps_and_every_bit_stays(stage: int, transport: s
                     replace(settings, ahead_numel=20_000 * step, bucket_numel=10_000 * step),
                 )
             losses += train_step(engine, run, step)
-        assert (str(engine.runtime.executor.schedule) != before) is (change and stage == 3)
+        assert (str(engine.runtime.schedule) != before) is (change and stage == 3)
         report = engine.memory_report()
         assert {state: report.measured[state] for state in report.predicted} == report.predicted
         return losses, engine.module.state_dict()
@@ -70,8 +70,7 @@ def test_ranks_that_wait_unequally_choose_alike() -> None:
     for step in range(3 * PERIOD + 1):
         train_step(engine, Run(3), step)
         seen.append(
-            f"{runtime.settings.ahead_numel} {runtime.settings.bucket_numel} "
-            f"{runtime.executor.schedule}"
+            f"{runtime.settings.ahead_numel} {runtime.settings.bucket_numel} {runtime.schedule}"
         )
     assert len(set(seen)) > 1, "rank 0 waits for rank 1 in every unit, so that something was tried"
     mine, theirs = runtime.comm.all_gather_text("\n".join(seen), "what was chosen")

@@ -54,7 +54,7 @@ class LayerwiseAccumulation:
         self.micro_batches = runtime.settings.layerwise_micro_batches
         self.samples = 0
         self._runtime = weakref.ref(runtime)
-        forwards = runtime.executor.schedule.forward.computes
+        forwards = runtime.schedule.forward.computes
         self._forwards = [
             LayerwiseForward(self, unit) for unit in runtime.units if len(forwards[unit.number]) > 1
         ]
@@ -92,7 +92,7 @@ class LayerwiseAccumulation:
         """
         runtime = self._runtime()
         assert runtime is not None  # Otherwise its hooks would have raised already
-        forwards = runtime.executor.forwards(runtime.units[number])
+        forwards = runtime.schedule.forward.computes[number]
         return [action.micro_batch for action in forwards if action.micro_batch is not None]
 
     def cut(self, unit: str, call: ForwardCall) -> list[ForwardCall]:

@@ -36,7 +36,7 @@ from ..base.nested import Args, Kwargs
 from ..base.quantities import ceil_div
 from ..parallel.layers import Layer, TensorAxis, become, cast_for_autocast
 from ..parallel.loss import CAUSAL, joined, labels_of_calls, loss_name, places, without_logits
-from ..sharding.backward import BeforeGrad
+from ..sharding.hooks import Hook
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.saved_tensor_hooks import others_see
@@ -350,7 +350,7 @@ def _is_out_of_the_way(weight: Tensor) -> bool:
     if (
         not weight.is_leaf
         or not weight.requires_grad
-        or has_gradient_hooks(weight, besides=(BeforeGrad,))
+        or has_gradient_hooks(weight, besides=(Hook,))
     ):
         return False
     owner = owner_of(weight)

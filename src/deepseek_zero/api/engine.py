@@ -511,7 +511,7 @@ class ZeroEngine(Exports, Engine):
             Collective: every rank must call it.
         """
         with torch.no_grad():
-            self.runtime.executor.gathers.reshard_all()
+            self.runtime.gathers.reshard_all()
         for group in self.runtime.groups:
             group.comm_ctx.pool.clear()
 

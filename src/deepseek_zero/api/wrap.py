@@ -194,7 +194,7 @@ class DeepSeekZeRO3(Exports, StandsForModule):
 
     def explain(self) -> str:
         """Return a text with the order in which units are gathered, used, released and reduced."""
-        return str(self.runtime.executor.schedule)
+        return str(self.runtime.schedule)
 
     # -- without this override nn.Module would add a "module." prefix
 

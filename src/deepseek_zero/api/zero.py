@@ -182,7 +182,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     runtime, owner, readers = _readers(module, parameter)
     for reader in readers:
-        runtime.executor.gathers.remember_external(reader, owner)
+        runtime.gathers.remember_external(reader, owner)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -203,7 +203,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """
     runtime, owner, readers = _readers(module, parameter)
     for reader in readers:
-        runtime.executor.gathers.forget_external(reader, owner)
+        runtime.gathers.forget_external(reader, owner)
 
 
 def _readers(module: nn.Module, parameter: nn.Parameter) -> tuple[Runtime, Unit, list[Unit]]:

@@ -8,11 +8,13 @@ Each private name has a test in tests/unit/base/test_device.py that fails if tor
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import torch
@@ -171,6 +173,18 @@ def has_gradient_hooks(tensor: Tensor, *, besides: tuple[type, ...] = ()) -> boo
         True if a backward would call at least one hook of another class.
     """
     return any(not isinstance(hook, besides) for hook in (tensor._backward_hooks or {}).values())
+
+
+def calls_under_way(module: nn.Module) -> int:
+    """Return how many calls of a module are running on this thread."""
+    code = nn.Module.__call__.__code__
+    frame: FrameType | None = sys._getframe()
+    found = 0
+    while frame is not None:
+        if frame.f_code is code and frame.f_locals.get("self") is module:
+            found += 1
+        frame = frame.f_back
+    return found
 
 
 def ends_recomputation(error: BaseException) -> bool:

@@ -220,7 +220,7 @@ def replace_states(
     runtime = contents.runtime
     optimizer = contents.optimizer
     with torch.no_grad():
-        runtime.executor.gathers.reshard_all()
+        runtime.gathers.reshard_all()
         runtime.backward.discard_step()
         if optimizer is not None:
             discard_updates(optimizer.shard_set)

@@ -30,7 +30,7 @@ def describe(parts: Parts) -> list[str]:
         f"deterministic algorithms: {parts.determinism is not None}",
         f"sparse attention {parts.sparse_attention}",
         *units,
-        str(runtime.executor.schedule),
+        str(runtime.schedule),
     ]
 
 

@@ -75,7 +75,7 @@ class StateOffload:
         if not self.offloaded and self.optimizer is not None:
             self.optimizer.finish()
         with torch.no_grad():
-            self.runtime.executor.gathers.reshard_all()
+            self.runtime.gathers.reshard_all()
         self.runtime.comm_ctx.copy_engine.synchronize()
         # Other ranks may still read the weights of this rank
         self.runtime.comm.whole.barrier("offload_states")

@@ -36,6 +36,7 @@ from ..base.log import log_once
 from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.verdict import StepResult, Verdict
 from ..precision.loss_scale import LossScaler
+from ..sharding.regroup import promote_unit
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
 
@@ -238,7 +239,10 @@ class AdaptivePrecision(UpdatePolicy):
         for unit in self.runtime.units:
             to_fp32 = unit.name in names
             if to_fp32 != unit.is_promoted:
-                self.runtime.promote(unit, to_fp32=to_fp32)
+                self._promote(unit, to_fp32=to_fp32)
+
+    def _promote(self, unit: Unit, *, to_fp32: bool) -> None:
+        promote_unit(self.runtime, unit, to_fp32=to_fp32)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
@@ -317,7 +321,7 @@ class AdaptivePrecision(UpdatePolicy):
             history.times += 1
             if history.times > 1:
                 history.patience *= 2
-        self.runtime.promote(unit, to_fp32=is_promoted)
+        self._promote(unit, to_fp32=is_promoted)
         self.changed = True
         decision = PrecisionChange(step, unit.name, is_promoted, why)
         self.decisions.append(decision)

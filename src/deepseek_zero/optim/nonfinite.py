@@ -18,7 +18,6 @@ from ..base.log import log_once
 from ..base.nested import map_tensors
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
-from ..sharding.step_state import FiniteRecords
 from ..sharding.unit import Unit
 
 NOT_FOUND = 1 << 30
@@ -68,7 +67,9 @@ class NonFiniteReport:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        unit = self._unit_named(squares, watcher) if watcher is not None else None
+        unit = None
+        if isinstance(watcher, NonFiniteDetector):
+            unit = self._unit_named(squares, watcher)
         if self.watches:
             self.runtime.step.nonfinite = NonFiniteDetector()
         # Log the 1st, 2nd, 4th, 8th ... such step
@@ -104,9 +105,7 @@ class NonFiniteReport:
         units = {self.runtime.unit_of(group).number for group in self.runtime.trained_groups}
         if sick == units:
             return f"It is so in every unit, as after a loss that is not finite.  {LATER}"
-        order = [
-            number for number in self.runtime.executor.schedule.backward.order if number in sick
-        ]
+        order = [number for number in self.runtime.schedule.backward.order if number in sick]
         first = self.runtime.units[order[1] if len(order) > 1 and order[0] == 0 else order[0]].name
         return (
             f"It is so in {len(sick)} of {len(units)} units; the first of them in backward is "
@@ -121,15 +120,15 @@ class NonFiniteReport:
             if not math.isfinite(square)
         }
 
-    def _unit_named(self, squares: Sequence[float], watcher: FiniteRecords) -> Unit | None:
+    def _unit_named(self, squares: Sequence[float], watcher: NonFiniteDetector) -> Unit | None:
         """Return the unit in which the ranks first saw a non-finite number.
 
         Note:
             Collective: every rank must call it.
         """
         runtime = self.runtime
-        forward = runtime.executor.schedule.forward.order
-        backward = runtime.executor.schedule.backward.order
+        forward = runtime.schedule.forward.order
+        backward = runtime.schedule.backward.order
         seen = [
             watcher.origin_in_forward(forward),
             watcher.origin_in_backward(backward, self._nonfinite_units(squares)),

@@ -102,7 +102,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._step.follow_params()
         self.shard_set.compile_kernels()
         self._executor_updates = ExecutorUpdates(self.shard_set, weakref.ref(self))
-        runtime.executor.reductions.updates = weakref.ref(self._executor_updates)
+        runtime.reductions.updates = weakref.ref(self._executor_updates)
 
     # The attributes of torch.optim.Optimizer are those of the inner optimizer. Its __init__ is not
     # called, because it would require parameters.

@@ -107,7 +107,7 @@ class Step:
             if verdict.is_contradictory:
                 refuse_disagreement(runtime, verdict)
             if verdict.flags.any_late:
-                runtime.executor.reductions.reduce_late()
+                runtime.reductions.reduce_late()
                 verdict = self._measure(extra)
         return verdict
 

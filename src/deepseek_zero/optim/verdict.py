@@ -111,7 +111,7 @@ def agree_on_norm(runtime: Runtime, extra: StepMessage) -> Verdict:
     is_edited = any(group.gradient.is_edited for group in groups)
     message = StepMessage()
     own_flags = StepFlags(
-        any_late=bool(runtime.executor.reductions.late),
+        any_late=bool(runtime.reductions.late),
         any_edited=is_edited,
         # No backward has produced a gradient, and the program has set none.
         is_idle=not runtime.step.has_gradients and not is_edited,

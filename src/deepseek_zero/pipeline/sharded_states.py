@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
+from ..planner.schedule import Pass
+from ..sharding.gather_lane import whole_pass
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
 from .executor import States
@@ -43,6 +46,7 @@ class ShardedStates(States):
         self._gathered: set[int] = set()
         self.reduces = True  # whether the end of the schedule ends the step
         self._units = _units_of(runtime, blocks) if blocks is not None and len(blocks) > 1 else {}
+        self._walks: dict[tuple[int, frozenset[int]], tuple[Pass, Pass]] = {}
         self._waits = False  # tied gradients are summed but not yet reduced
         self._members = {
             member.name: (group, number)
@@ -86,11 +90,11 @@ class ShardedStates(States):
         Args:
             stage: Number of the stage whose forward runs in it.
         """
-        self.runtime.executor.gathers.restrict_to(self._units.get(stage))
+        self._visit(self._units.get(stage))
         try:
             yield
         finally:
-            self.runtime.executor.gathers.restrict_to(None)
+            self._visit(None)
 
     @contextmanager
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> Iterator[None]:
@@ -124,10 +128,24 @@ class ShardedStates(States):
             self._reduce_step()
 
     def _reduce_step(self) -> None:
-        self.runtime.executor.gathers.restrict_to(frozenset({0}))  # reduction needs no gathers
+        self._visit(frozenset({0}))  # reduction needs no gathers
         self.runtime.backward.reduce_step()
-        self.runtime.executor.gathers.restrict_to(None)
+        self._visit(None)
         _unpin(self.runtime.units)
+
+    def _visit(self, units: frozenset[int] | None) -> None:
+        """Restrict the next forwards and backwards to some units; None for all."""
+        self.runtime.gathers.part_of = whole_pass
+        if units is not None:
+            self.runtime.gathers.part_of = partial(self._part_of, units)
+
+    def _part_of(self, units: frozenset[int], walk: Pass) -> Pass:
+        key = id(walk), units
+        known = self._walks.get(key)
+        if known is None or known[0] is not walk:  # ids are reused
+            short = Pass(tuple(action for action in walk.actions if action.unit in units))
+            known = self._walks[key] = walk, short
+        return known[1]
 
     def tie(self, stage: int) -> None:
         """Sum the gradients of weights that stages share, before their reduction.

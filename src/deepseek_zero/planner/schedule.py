@@ -1,6 +1,6 @@
 """The schedule of a training step as data: the actions of each pass over units.
 
-`sharding/executor.py` runs it; the memory plan and the pictures read it. `print(schedule)` shows
+`sharding/runtime.py` runs it; the memory plan and the pictures read it. `print(schedule)` shows
 lines such as ``G0 F0 G1 F1 R1``:
 
     G  gather: all-gather a unit's weights, after fetching this rank's slice from another memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..base.device import backward_id, queue_backward_callback
 from ..base.meter import BETWEEN
 from .comm_context import CommContext
-from .executor import Executor
+from .gather_lane import GatherLane
 from .hooks import weak_hook
 from .loss_factor import LossFactor
 from .model_changes import refuse_unused
 from .param_group import ParamGroup
+from .reduce_lane import ReduceLane
 from .step_state import Phase, StepState
-from .unit import Unit
 
 
 class Driver(Protocol):
@@ -43,15 +43,15 @@ class Backward:
     """Registers autograd hooks that gather weights and reduce gradients during backward.
 
     Args:
-        units: The units of the model, the root first.
-        executor: Runs the gathers and reductions of the schedule.
+        gathers: Issues the all-gathers of weights, in order.
+        reductions: Issues the reductions of gradients, in order.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         loss_factor: The factor of the gradients.
-        step: The phase of the model and the progress of the current step.
 
     Attributes:
         units: The units of the model, the root first.
-        executor: Runs the gathers and reductions of the schedule.
+        gathers: Issues the all-gathers of weights, in order.
+        reductions: Issues the reductions of gradients, in order.
         comm: The communicator of all ranks of the job.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
@@ -62,18 +62,18 @@ class Backward:
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        executor: Executor,
+        gathers: GatherLane,
+        reductions: ReduceLane,
         comm_ctx: CommContext,
         loss_factor: LossFactor,
-        step: StepState,
     ) -> None:
-        self.units = units
-        self.executor = executor
+        self.units = gathers.units
+        self.gathers = gathers
+        self.reductions = reductions
         self.comm = comm_ctx.world
         self.comm_ctx = comm_ctx
         self.loss_factor = loss_factor
-        self.step = step
+        self.step = StepState()
         self.driver: Callable[[], Driver | None] = lambda: None
         self._number = -1  # `backward_id` of the current backward
 
@@ -95,7 +95,8 @@ class Backward:
         handles: list[Any] = []
         for member in group.members:
             if not member.is_frozen:
-                handles.append(member.param.register_hook(BeforeGrad(self)))
+                before = weak_hook(self, Backward.before_grad, raises_if_gone=False)
+                handles.append(member.param.register_hook(before))
                 hook = weak_hook(self, Backward.on_grad, unit)
                 handles.append(member.param.register_post_accumulate_grad_hook(hook))
         return handles
@@ -120,8 +121,8 @@ class Backward:
             grad: The gradient of the output; it is not changed.
         """
         unit = self.units[number]
-        gathers = self.executor.gathers
-        reductions = self.executor.reductions
+        gathers = self.gathers
+        reductions = self.reductions
         is_new = number == 0 and self._number != backward_id()
         if is_new or self.step.phase is not Phase.BACKWARD:
             self.begin()
@@ -138,6 +139,19 @@ class Backward:
                 reductions.reduce_passed(unit)
         gathers.unshard(unit, externals=True)
 
+    def before_grad(self, grad: Tensor) -> None:
+        """Start the backward before autograd writes a parameter's `.grad`.
+
+        It is needed for a loss that uses only hidden states or parameters. Such a backward does not
+        reach any output of the model, whose hooks would otherwise start it.
+
+        Args:
+            grad: The gradient of the parameter; it is not changed.
+        """
+        # `torch.autograd.grad` inside a forward writes no `.grad` (tiled_loss.py).
+        if self.step.phase is not Phase.BACKWARD and not self.step.active:
+            self.begin()
+
     def on_grad(self, number: int, param: nn.Parameter) -> None:
         """Collect the gradient that autograd has accumulated in a parameter's `.grad`.
 
@@ -150,7 +164,7 @@ class Backward:
                 self.on_grad(number, param)
             return
         unit = self.units[number]
-        reductions = self.executor.reductions
+        reductions = self.reductions
         self.comm.progress()  # receives messages of other ranks without waiting
         self.step.has_gradients = True
         unit.group_of[id(param)].gradient.summand.collect(param)
@@ -188,7 +202,9 @@ class Backward:
         with torch.no_grad():
             for group in self._trained_groups():
                 group.grad_view.hide()
-        self.executor.begin_backward(ends_step=ends_step)
+        self.reductions.begin(ends_step=ends_step)
+        schedule = self.gathers.schedule
+        self.gathers.begin(schedule.backward if ends_step else schedule.accumulate)
 
     def end(self, *, joined: bool = True) -> None:
         """Complete a backward after this rank has computed every gradient.
@@ -196,13 +212,13 @@ class Backward:
         Args:
             joined: Whether this rank has run the backward; False if it skipped it.
         """
-        gathers = self.executor.gathers
-        reductions = self.executor.reductions
+        gathers = self.gathers
+        reductions = self.reductions
         with torch.no_grad():
             # A rank that skipped units must still take part in their gathers and reductions. It
             # starts all of them before it waits for one.
             gathers.gather_for_others()
-            if self.executor.settings.unused_is_error:
+            if self.reductions.settings.unused_is_error:
                 arrived = {number for unit in self.units for number in unit.arrived}
                 refuse_unused(self._trained_groups(), arrived)
             if reductions.reduces_now:
@@ -220,7 +236,7 @@ class Backward:
         self.comm.meter.clock.enter(BETWEEN)
 
     def _reduce_remaining(self) -> None:
-        self.executor.reductions.reduce_remaining()
+        self.reductions.reduce_remaining()
         self.comm_ctx.copy_engine.synchronize()
 
     def _show_grads(self, *, joined: bool) -> None:
@@ -248,8 +264,8 @@ class Backward:
         """
         with torch.no_grad():
             if self.step.forwards == 0:
-                self.executor.gathers.begin(self.executor.schedule.forward)
-                self.executor.gathers.end()
+                self.gathers.begin(self.gathers.schedule.forward)
+                self.gathers.end()
             self._begin_passes(ends_step=self.step.is_boundary)
             self.end(joined=False)
 
@@ -265,7 +281,7 @@ class Backward:
         with torch.no_grad():
             self._begin_passes(ends_step=True)
             self._reduce_remaining()
-            self.executor.gathers.end()
+            self.gathers.end()
             self._show_grads(joined=False)
 
     def before_step(self) -> None:
@@ -282,7 +298,7 @@ class Backward:
             driver.before_step()
         if self.step.backwards == 0:
             self.join_skipped_passes()
-        self.executor.reductions.complete_sums()
+        self.reductions.complete_sums()
         for group in self._trained_groups():
             group.grad_view.take_assigned()
 
@@ -292,9 +308,9 @@ class Backward:
         Note:
             Every rank must call it; it does not communicate.
         """
-        self.executor.reductions.wait()
+        self.reductions.wait()
         self.comm_ctx.copy_engine.synchronize()
-        self.executor.reductions.late.clear()
+        self.reductions.late.clear()
         self.loss_factor.is_recorded = False
         self.step.has_gradients = False
         self.step.is_graphless = False
@@ -303,7 +319,7 @@ class Backward:
         if (driver := self.driver()) is not None:
             driver.forget()
         # If weights are streamed, the pages would be faulted in again at once.
-        if not self.executor.settings.streams_weights:
+        if not self.reductions.settings.streams_weights:
             self.comm_ctx.pool.return_pages()
 
     def discard_step(self) -> None:
@@ -327,30 +343,9 @@ class Backward:
         self.step.enter(Phase.IDLE)
         self.step.leave_forwards()
         with torch.no_grad():
-            self.executor.gathers.end()
+            self.gathers.end()
             for unit in self.units:
                 unit.unpin()
             if interrupted is Phase.BACKWARD:
                 self.discard_step()
         self.step.forwards = 0
-
-
-class BeforeGrad:
-    """A hook that runs before autograd writes a parameter's `.grad`, and starts the backward.
-
-    It is needed for a loss that uses only hidden states or parameters. Such a backward does not
-    reach any output of the model, whose hooks would otherwise start it.
-    """
-
-    __torch_unserializable__ = True  # torch.save omits it without a warning
-
-    def __init__(self, backward: Backward) -> None:
-        self._backward = weakref.ref(backward)
-
-    def __call__(self, grad: Tensor) -> None:
-        backward = self._backward()
-        if backward is None or backward.step.phase is Phase.BACKWARD:
-            return
-        # `torch.autograd.grad` inside a forward writes no `.grad` (tiled_loss.py).
-        if not backward.step.active:
-            backward.begin()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..base.device import (
+    calls_under_way,
     ends_recomputation,
     in_torch_func,
     next_node_number,
@@ -21,20 +22,16 @@ from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, tensors_in
 from ..precision.policy import Policy
 from .backward import Backward
-from .hooks import calls_under_way, weak_hook
+from .hooks import weak_hook
 from .model_changes import Structure, explain_dtypes, frozen_or_unfrozen
-from .param_group import ParamGroup
-from .regroup import Regrouped, follow_requires_grad
+from .regroup import follow_requires_grad
 from .root_parts import RootParts
 from .saved_tensor_hooks import weight_hooks
 from .step_state import ForwardFrame, Phase
-from .unit import Unit
+from .unit import Unit, UnitState
 
-
-class WrappedModel(Regrouped, Protocol):
-    """Interface of the runtime of a wrapped model, as the forward hooks use it."""
-
-    def fetch_saved(self, group: ParamGroup) -> None: ...
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
 class Forward:
@@ -47,15 +44,8 @@ class Forward:
         policy: The dtypes of the model.
 
     Attributes:
-        units: The units of the model, the root first.
+        backward: Installs the hooks of the backward; its lanes, units and state are used here.
         root: The unit of parameters outside all other units.
-        backward: Installs the hooks of the backward.
-        step: The phase of the model and the progress of the current step.
-        executor: Runs the gathers and reductions of the schedule.
-        loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
-            Hooks apply it where gradients enter an outermost forward from its outputs (`outside`),
-            and remove it where they leave to its arguments (`inside`).
-        comm: The communicator of all ranks of the job.
         structure: Checks that the program has not added or replaced parameters.
         policy: The dtypes of the model.
         root_parts: Hooks for modules of the root unit that a program calls directly, outside the
@@ -65,14 +55,16 @@ class Forward:
     """
 
     def __init__(
-        self, model: WrappedModel, backward: Backward, structure: Structure, policy: Policy
+        self, model: Runtime, backward: Backward, structure: Structure, policy: Policy
     ) -> None:
         self._model = weakref.ref(model)
+        self.backward = backward
         self.units = backward.units
         self.root = backward.units[0]
-        self.backward = backward
         self.step = backward.step
-        self.executor = backward.executor
+        self.gathers = backward.gathers
+        # Hooks scale gradients where they enter an outermost forward from its outputs (`outside`),
+        # and undo it where they leave to its arguments (`inside`).
         self.loss_factor = backward.loss_factor
         self.comm = backward.comm
         self.structure = structure
@@ -82,7 +74,7 @@ class Forward:
         self.root_parts = RootParts(backward)
 
     @property
-    def model(self) -> WrappedModel:
+    def model(self) -> Runtime:
         """The runtime of the model, which is referenced weakly."""
         model = self._model()
         assert model is not None  # hooks run only while the model is alive
@@ -156,7 +148,8 @@ class Forward:
         is_border = step.is_outermost and self.loss_factor.has_border
         is_first = not unit.is_tile or self._is_first_use(unit)
         number = next_node_number() if is_border else None
-        frame = ForwardFrame(unit, is_first=is_first, begin=number)
+        was_unsharded = unit.state is not UnitState.SHARDED
+        frame = ForwardFrame(unit, was_unsharded, is_first, number)
         step.active.append(frame)
         begins_step = torch.is_grad_enabled() and step.is_between_steps
         if begins:
@@ -167,7 +160,7 @@ class Forward:
                 group.gradient.release()
         # Recompute one tile at a time, as in forward.
         is_recomputed = unit.is_tile and step.phase is Phase.BACKWARD
-        self.executor.gathers.unshard(unit, in_turn=not is_recomputed, externals=True)
+        self.gathers.unshard(unit, in_turn=not is_recomputed, externals=True)
         if is_border:
             args, kwargs = self.loss_factor.inside((args, kwargs))
         args, kwargs = self._as_computed(unit, args, kwargs)
@@ -191,14 +184,14 @@ class Forward:
         """Begin the forward of the whole model."""
         for group in self.model.groups[:1]:  # weights of all groups are moved, or of none
             group.refuse_offloaded_weight()
-        walk = self.executor.schedule.inference
+        walk = self.gathers.schedule.inference
         if torch.is_grad_enabled():
             self.loss_factor.forward_begins()
             if frozen_or_unfrozen(self.model.groups):
                 # A parameter that was unfrozen moves to a group that has a gradient.
                 follow_requires_grad(self.model)
-            walk = self.executor.schedule.forward
-        self.executor.gathers.begin(walk)
+            walk = self.gathers.schedule.forward
+        self.gathers.begin(walk)
 
     def _is_first_use(self, tile: Unit) -> bool:
         """Return whether this is the first use of a tile in this forward.
@@ -217,7 +210,7 @@ class Forward:
             device = self.backward.comm_ctx.pool.device
             yield torch.autocast(device.type, dtype=autocast)
         # The weights are released between forward and backward.
-        is_released = unit.is_copied and unit.number not in self.executor.schedule.kept
+        is_released = unit.is_copied and unit.number not in self.gathers.schedule.kept
         # The forward is recomputed, and backward uses the weights at once.
         again = self.step.phase is Phase.BACKWARD and not unit.is_tile
         if is_released and not again and torch.is_grad_enabled():
@@ -258,7 +251,7 @@ class Forward:
             result = self.loss_factor.outside(result, frame.begin)
             output = result if output is not None else None
         if not is_whole:
-            self.executor.gathers.after_forward(
+            self.gathers.after_forward(
                 unit,
                 training=is_recorded,
                 recomputes=self.step.phase is Phase.BACKWARD,
@@ -267,7 +260,7 @@ class Forward:
         return output
 
     def _end_pass(self, is_recorded: bool) -> None:
-        self.executor.gathers.end()
+        self.gathers.end()
         self.step.enter(Phase.IDLE)
         self.comm.meter.clock.enter(BETWEEN)
         if is_recorded and self.backward.is_in_step:

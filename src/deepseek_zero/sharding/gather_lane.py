@@ -8,7 +8,7 @@ ranks have agreed on an order.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,6 +39,8 @@ class GatherLane:
         order_is_agreed: Whether all ranks have agreed on the order of units; until then it is
             recorded.
         recorded: The numbers of units in the order of their first use.
+        part_of: A function that returns the part of a forward or backward that runs. A pipeline
+            leaves out units of other stages.
     """
 
     def __init__(
@@ -49,11 +51,10 @@ class GatherLane:
         self.issue_queue = queue
         self.order_is_agreed = False
         self.recorded: list[int] = []
+        self.part_of: Callable[[Pass], Pass] = whole_pass
         # By number of a unit, the other units whose parameters its forward reads.
         self._externals: dict[int, list[Unit]] = {}
         self._walk: Pass | None = None  # the current pass
-        self._part: frozenset[int] | None = None  # the units that passes visit; None: all
-        self._walks_of_parts: dict[tuple[int, frozenset[int]], tuple[Pass, Pass]] = {}
         self._reached = 0  # the number of places whose gathers were requested
         # Units whose gathers were requested, but must wait for an update.
         self._to_gather: deque[int] = deque()
@@ -77,6 +78,23 @@ class GatherLane:
         may_wait = any(group.plan.weight.tier is not Tier.DEVICE for group in sharded)
         self._meets_at_begin = in_place and not may_wait
 
+    def agree_on_order(self) -> list[int]:
+        """Return the order of units in which all ranks issue collectives from now on.
+
+        It is the order of the rank that used most units in the first step, followed by unused
+        units.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        row = torch.full((len(self.units),), -1, dtype=torch.int64)
+        row[: len(self.recorded)] = torch.tensor(self.recorded, dtype=torch.int64)
+        rows = self.comm.all_gather_rows(row, "order of units")
+        fullest = int((rows >= 0).sum(dim=1).argmax())  # the first such rank
+        used = [int(number) for number in rows[fullest] if number > 0]
+        self.order_is_agreed = True
+        return [0, *used, *(unit.number for unit in self.units[1:] if unit.number not in used)]
+
     def begin(self, walk: Pass) -> None:
         """Start the gathers of a forward or backward; the previous one must have ended.
 
@@ -94,36 +112,12 @@ class GatherLane:
             # Other ranks read this rank's slices in place. Announce that they are written.
             self.comm.shard.in_place.begin(name)
         self._first_passes.begin(name)
-        self._walk = self._walk_of_part(walk)
+        self._walk = self.part_of(walk)
         self._reached = 0
         self._to_gather.clear()
         self._resident_before = frozenset(
             unit.number for unit in self.units if unit.state is not UnitState.SHARDED
         )
-
-    def restrict_to(self, part: frozenset[int] | None) -> None:
-        """Restrict the next forwards and backwards to some units.
-
-        This is used if a program runs a part of the model, for example a pipeline stage.
-
-        Args:
-            part: The numbers of the units, including the root; None for all units.
-
-        Note:
-            Every rank must call it between the same two forwards or backwards; it does not
-            communicate.
-        """
-        self._part = part
-
-    def _walk_of_part(self, walk: Pass) -> Pass:
-        if self._part is None:
-            return walk
-        key = id(walk), self._part
-        known = self._walks_of_parts.get(key)
-        if known is None or known[0] is not walk:  # ids are reused
-            short = Pass(tuple(action for action in walk.actions if action.unit in self._part))
-            known = self._walks_of_parts[key] = walk, short
-        return known[1]
 
     def unshard(self, unit: Unit, *, in_turn: bool = True, externals: bool = False) -> None:
         """Unshard a unit, and wait until its weights can be used.
@@ -295,3 +289,8 @@ class GatherLane:
                 break
             self._to_gather.popleft()
             unit.unshard()  # runs a pending update first
+
+
+def whole_pass(walk: Pass) -> Pass:
+    """Return all actions of a forward or backward."""
+    return walk

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..base.errors import UsageError
 
 
 class Hook(partial[Any]):
     """A hook of a wrapped model. Copying a module with such a hook raises an error."""
+
+    __torch_unserializable__ = True  # torch.save omits hooks of tensors without a warning
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise _not_copied("deepcopy")
@@ -73,15 +72,3 @@ def _call(
         # because importing it takes a second.
         return torch.compiler.disable(function, recursive=True)(owner, *first, *args, **kwargs)
     return function(owner, *first, *args, **kwargs)
-
-
-def calls_under_way(module: nn.Module) -> int:
-    """Return how many calls of a module are running on this thread."""
-    code = nn.Module.__call__.__code__
-    frame: FrameType | None = sys._getframe()
-    found = 0
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get("self") is module:
-            found += 1
-        frame = frame.f_back
-    return found

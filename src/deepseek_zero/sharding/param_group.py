@@ -1,7 +1,7 @@
 """The parameters of one unit that share a row of the plan, as one flat weight.
 
 `ParamGroup` owns the storage of the weight and moves it. The main weight is in main_weight.py and
-the gradient in gradient.py. Hooks, the order of units (runtime.py, executor.py) and optimizers
+the gradient in gradient.py. Hooks, the order of units (runtime.py, gather_lane.py) and optimizers
 (optim/) use these classes, which do not depend on them.
 """
 
@@ -178,7 +178,7 @@ class ParamGroup:
     def gather(self, what: str) -> Pending:
         """Start to all-gather the weight into `unsharded`, in the weight's dtype.
 
-        A pending update runs first. The executor does not gather units with a pending update ahead
+        A pending update runs first. `GatherLane` does not gather units with a pending update ahead
         of their use, so that their states can be fetched in the meantime.
 
         Args:

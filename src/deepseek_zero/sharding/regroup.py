@@ -14,20 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from ..comm.agreement import agree
-from ..comm.collectives import Comm, propagate_errors
-from ..planner.plan import Plan
+from ..comm.collectives import propagate_errors
 from ..planner.plan_settings import Compression, PlanSettings
 from ..planner.spec import ShardPlan
 from ..planner.units import plan_group
-from .comm_context import CommContext
-from .executor import Executor
 from .grad_reduction import GradReduction
 from .grad_sum import GradState
 from .gradient import Gradient
@@ -44,31 +41,13 @@ from .model_changes import frozen_or_unfrozen
 from .param_group import ParamGroup
 from .param_info import ParamInfo
 from .reduce_lane import Updates
-from .step_state import StepState
 from .unit import Unit
 
-
-class Regrouped(Protocol):
-    """Interface of the runtime of a wrapped model whose parameter groups are changed."""
-
-    units: list[Unit]
-    settings: PlanSettings
-    comm: Comm
-    comm_ctx: CommContext
-    executor: Executor
-    step: StepState
-
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def groups(self) -> list[ParamGroup]: ...
-    @property
-    def trained_groups(self) -> list[ParamGroup]: ...
-    def add_group(self, unit: Unit, group: ParamGroup) -> None: ...
-    def replan(self) -> None: ...
+if TYPE_CHECKING:
+    from .runtime import Runtime
 
 
-def follow_requires_grad(runtime: Regrouped) -> None:
+def follow_requires_grad(runtime: Runtime) -> None:
     """Update the groups of a model after `requires_grad` of parameters changed.
 
     No forward may be running.
@@ -97,7 +76,7 @@ def follow_requires_grad(runtime: Regrouped) -> None:
         _apply(runtime, changed)
 
 
-def _refuse_late(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
+def _refuse_late(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
     """Raise an error if a parameter without memory for its gradient was unfrozen in a step."""
     ready = {
         id(member)
@@ -116,7 +95,7 @@ def _refuse_late(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
         )
 
 
-def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
+def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
     thawed = {id(member) for member in changed if member.is_frozen}
     parts = {
         group: [member for member in group.members if id(member) in thawed]
@@ -131,7 +110,7 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
             "Its memory is about to be laid out anew.",
             "leave the block before the forward.",
         )
-    optimizer: Updates | None = runtime.executor.reductions.updates()
+    optimizer: Updates | None = runtime.reductions.updates()
     if parts and optimizer is not None:
         optimizer.refuse_regrouping()
     for member in changed:
@@ -154,13 +133,15 @@ def _apply(runtime: Regrouped, changed: Sequence[ParamInfo]) -> None:
                 promote(group, unit.name, to_fp32=True)
             runtime.add_group(unit, group)
         new += fresh
+    runtime.comm_ctx.pool.clear()
     runtime.replan()
+    runtime.structure.follow(runtime.groups)
     if new and optimizer is not None:
         optimizer.regroup(new)
 
 
 def _divide(
-    runtime: Regrouped, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None
+    runtime: Runtime, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None
 ) -> list[ParamGroup]:
     """Divide a frozen group into a trained group and a frozen one.
 
@@ -249,10 +230,27 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
     group.refresh(what).wait()
 
 
+def promote_unit(runtime: Runtime, unit: Unit, *, to_fp32: bool) -> None:
+    """Change the dtype in which a sharded unit computes to fp32, or back to 16 bits.
+
+    Args:
+        runtime: The runtime of the model.
+        unit: The unit, the same on every rank.
+        to_fp32: Whether to use fp32; False for the original dtype.
+
+    Note:
+        Collective: every rank must call it.
+    """
+    unit.is_promoted = to_fp32
+    for group in unit.trained:
+        promote(group, unit.name, to_fp32=to_fp32)
+    runtime.forward.any_promoted = any(each.is_promoted for each in runtime.units)
+
+
 # -- settings; every rank must call these functions between the same two steps
 
 
-def resize(runtime: Regrouped, settings: PlanSettings) -> None:
+def resize(runtime: Runtime, settings: PlanSettings) -> None:
     """Change the sizes of messages and prefetch buffers.
 
     Args:
@@ -263,13 +261,13 @@ def resize(runtime: Regrouped, settings: PlanSettings) -> None:
         Every rank must call it between the same two steps; it does not communicate.
     """
     runtime.settings = settings
-    runtime.executor.replan(settings)
+    runtime.replan()
     runtime.comm_ctx.pool.clear()  # drop buffers of the old sizes
     for group in runtime.groups:
         group.comm_ctx = replace(group.comm_ctx, bucket_numel=settings.bucket_numel)
 
 
-def send_as(runtime: Regrouped, compression: Compression) -> None:
+def send_as(runtime: Runtime, compression: Compression) -> None:
     """Change the compression of messages, between two steps.
 
     Args:
@@ -292,7 +290,7 @@ def send_as(runtime: Regrouped, compression: Compression) -> None:
             buffer = group.gradient.sum.buffer
             if buffer is not None and grad is not None:
                 buffer.spec = replace(buffer.spec, wire=grad.wire, wire_inside=grad.wire_inside)
-    runtime.executor.replan(runtime.settings)
+    runtime.replan()
     runtime.comm_ctx.pool.clear()
 
 

@@ -29,7 +29,7 @@ class RootParts:
         self.root = backward.units[0]
         self.backward = backward
         self.step = backward.step
-        self.gathers = backward.executor.gathers
+        self.gathers = backward.gathers
         self.loss_factor = backward.loss_factor
         self._begin = 0  # autograd's first node in the outermost part
         self._gathered_for: nn.Module | None = None  # the part for which the root was gathered

@@ -1,30 +1,34 @@
 """The runtime of a wrapped model, which the engine and the optimizer use.
 
 `loss.backward()` drives everything: PyTorch's hooks call `Forward` and `Backward`, which run the
-schedule (`executor.py`). Hooks refer weakly to these objects, so that deleting an engine frees its
-memory at once.
+schedule of a step (planner/schedule.py). Two lanes issue collectives, each in the order of the
+schedule on every rank: gathers (gather_lane.py) and reductions (reduce_lane.py). Every rank runs
+the whole schedule, including actions of units that it skips. Hooks refer weakly to these objects,
+so that deleting an engine frees its memory at once.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from ..base.device import backward_id
 from ..comm.collectives import Comm
+from ..planner.make_schedule import schedule_units
 from ..planner.plan import Plan
+from ..planner.schedule import Schedule
 from .backward import Backward
 from .comm_context import CommContext
-from .executor import Executor
 from .forward import Forward
+from .gather_lane import GatherLane
 from .loss_factor import LossFactor
 from .model_changes import ModelRules, Structure
 from .param_group import ParamGroup
-from .regroup import promote
-from .step_state import Phase, StepState
+from .reduce_lane import ReduceLane
+from .step_state import Phase
 from .unit import Unit
 
 
@@ -45,6 +49,8 @@ class Runtime:
         machine: The properties of the machine that the plan depends on.
         comm: The communicator of all ranks of the job.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
+        gathers: Issues the all-gathers of weights, in order.
+        reductions: Issues the reductions of gradients, in order.
         step: The phase of the model and the progress of the current step.
         hooks: The handles of all hooks on the model; empty after they were removed.
         after_steps: Functions that extensions run after each step, on every rank.
@@ -65,7 +71,6 @@ class Runtime:
         self._planned = plan
         self.comm = comm_ctx.world
         self.comm_ctx = comm_ctx
-        self.step = StepState()
         self.after_steps: list[Callable[[Runtime], None]] = []
         reference = weakref.ref(self)
 
@@ -74,11 +79,12 @@ class Runtime:
             return 1 if runtime is None else runtime.settings.accumulation
 
         self.loss_factor = LossFactor(accumulation, is_strict=rules.requires_scaled_loss)
-        most_reductions = self.machine.most_reductions
-        self.executor = Executor(
-            units, plan.settings, plan.schedule, self.comm, comm_ctx.issue_queue, most_reductions
+        self.gathers = GatherLane(units, plan.schedule, self.comm, comm_ctx.issue_queue)
+        self.reductions = ReduceLane(
+            units, plan.schedule, plan.settings, self.comm, plan.machine.most_reductions
         )
-        self.backward = Backward(units, self.executor, comm_ctx, self.loss_factor, self.step)
+        self.backward = Backward(self.gathers, self.reductions, comm_ctx, self.loss_factor)
+        self.step = self.backward.step
         self.structure = Structure(
             model, self.groups, ignores_new_params=rules.allows_unmanaged_params
         )
@@ -96,9 +102,7 @@ class Runtime:
         to fp32, or if the ranks have agreed on the order of units.
         """
         units = tuple(unit.planned for unit in self.units)
-        return replace(
-            self._planned, settings=self.settings, units=units, schedule=self.executor.schedule
-        )
+        return replace(self._planned, settings=self.settings, units=units, schedule=self.schedule)
 
     @property
     def root(self) -> Unit:
@@ -137,30 +141,33 @@ class Runtime:
         if group.trainable:
             self.hooks += self.backward.watch_grads(unit.number, group)
 
-    def replan(self) -> None:
-        """Plan the schedule and the checks again after the groups of units changed.
+    @property
+    def schedule(self) -> Schedule:
+        """The current schedule of a step.
 
-        Note:
-            Every rank must call it; it does not communicate.
+        It changes when the ranks have agreed on the order in which units are used.
         """
-        self.comm_ctx.pool.clear()
-        self.executor.replan()
-        self.structure.follow(self.groups)
+        return self.gathers.schedule
 
-    def promote(self, unit: Unit, *, to_fp32: bool) -> None:
-        """Change the dtype in which a sharded unit computes to fp32, or back to 16 bits.
+    def replan(self, order: Sequence[int] | None = None) -> None:
+        """Make a new schedule after sizes, groups, settings or updates of the units changed.
 
         Args:
-            unit: The unit, the same on every rank.
-            to_fp32: Whether to use fp32; False for the original dtype.
+            order: The order in which units compute; None to keep the current one.
 
         Note:
-            Collective: every rank must call it.
+            Every rank must call it between the same two steps; it does not communicate.
         """
-        unit.is_promoted = to_fp32
-        for group in unit.trained:
-            promote(group, unit.name, to_fp32=to_fp32)
-        self.forward.any_promoted = any(each.is_promoted for each in self.units)
+        before = self.schedule
+        schedule = schedule_units(
+            [unit.planned for unit in self.units],
+            self.settings,
+            order or before.forward.order,
+            updates_in_forward=before.forward.updated,
+            ahead=before.backward.updated,
+        )
+        self.gathers.follow(schedule)
+        self.reductions.follow(schedule, self.settings)
 
     @property
     def comm_of_units(self) -> Comm:
@@ -192,8 +199,8 @@ class Runtime:
             return False
         unit = self.unit_of(group)
         if active:
-            self.executor.gathers.remember_external(active[-1].unit, unit)
-        self.executor.gathers.unshard(unit)
+            self.gathers.remember_external(active[-1].unit, unit)
+        self.gathers.unshard(unit)
         return True
 
     def fetch_saved(self, group: ParamGroup) -> None:
@@ -223,7 +230,8 @@ class Runtime:
         elif (driver := self.backward.driver()) is not None:
             driver.forget()
         self.step.backwards = 0
-        self.executor.agree_on_order()
+        if not self.gathers.order_is_agreed:
+            self.replan(self.gathers.agree_on_order())
         if self.comm.meter.end_step():
             self.comm_ctx.tiers.start_counting()
         for hook in self.after_steps:

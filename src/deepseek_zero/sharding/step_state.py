@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..base.device import backward_id
-from .unit import Unit, UnitState
+from .unit import Unit
 
 
 class Phase(Enum):
@@ -32,13 +32,9 @@ PHASE_MOVES = {
 }
 
 
+@dataclass(eq=False)
 class ForwardFrame:
     """The state of one running forward of a unit.
-
-    Args:
-        unit: The unit whose forward is running.
-        is_first: Whether this is its first use in this forward.
-        begin: The number of autograd's first node inside the forward, or None.
 
     Attributes:
         unit: The unit whose forward is running.
@@ -50,21 +46,16 @@ class ForwardFrame:
         has_returned: Whether the forward returned without an exception.
     """
 
-    def __init__(self, unit: Unit, *, is_first: bool, begin: int | None) -> None:
-        self.unit = unit
-        self.was_unsharded = unit.state is not UnitState.SHARDED
-        self.is_first = is_first
-        self.begin = begin
-        self.contexts: list[Any] = []
-        self.has_returned = False
+    unit: Unit
+    was_unsharded: bool
+    is_first: bool
+    begin: int | None
+    contexts: list[Any] = field(default_factory=list)
+    has_returned: bool = False
 
 
 class FiniteRecords(Protocol):
-    """Records which inputs, outputs and gradients of units are finite.
-
-    It finds the unit in which the first non-finite value occurred. `NonFiniteDetector` implements
-    it.
-    """
+    """Records which inputs, outputs and gradients of units are finite (`NonFiniteDetector`)."""
 
     def record(self, what: str, unit: int, value: Any) -> None:
         """Record a value of a unit without waiting for it.
@@ -73,17 +64,6 @@ class FiniteRecords(Protocol):
             what: "input", "output" or "grad".
             unit: The number of the unit.
             value: The value, which may be nested.
-        """
-
-    def origin_in_forward(self, order: Sequence[int]) -> int | None:
-        """Return the first unit with a non-finite output and finite inputs, or None."""
-
-    def origin_in_backward(self, order: Sequence[int], sick_gradients: set[int]) -> int | None:
-        """Return the first unit with a non-finite gradient and a finite incoming one.
-
-        Args:
-            order: The numbers of the units in the order of the backward.
-            sick_gradients: The numbers of units with non-finite gradients.
         """
 
 

@@ -12,9 +12,7 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.schedule import ActionKind, Pass
-from deepseek_zero.sharding.executor import Executor
 from deepseek_zero.sharding.runtime import Runtime
-from deepseek_zero.sharding.unit import Unit
 from tests.in_process import Rank, run_ranks, sharded
 
 WIDTH, SAMPLES, PARTS, STEPS = 7, 12, 3, 3
@@ -66,10 +64,9 @@ def parts_of(walk: Pass, unit: int) -> list[int | None]:
 def test_the_executed_actions_equal_the_schedule(window: int) -> None:
     def body(rank: Rank) -> None:
         model, runtime = start(rank, window)
-        executor = runtime.executor
         for step in range(STEPS):
             before = len(rank.issued(GATHERS)), len(rank.issued(REDUCES))
-            schedule = executor.schedule
+            schedule = runtime.schedule
             loss = model(torch.randn(SAMPLES, WIDTH)).square().mean()
             assert [block.seen for block in model.blocks] == [[0, 1, 2]] * 3
             assert all(parts_of(schedule.forward, unit) == [0, 1, 2] for unit in (1, 2, 3))
@@ -79,7 +76,7 @@ def test_the_executed_actions_equal_the_schedule(window: int) -> None:
             )
             assert all(parts_of(schedule.backward, unit) == [2, 1, 0] for unit in (1, 2, 3))
             assert parts_of(schedule.forward, 0) == parts_of(schedule.backward, 0) == [None]
-            actions, names = schedule.actions(), [unit.name for unit in executor.units]
+            actions, names = schedule.actions(), [unit.name for unit in runtime.units]
             for kind, verb, lane, first in zip(
                 (ActionKind.GATHER, ActionKind.REDUCE),
                 ("gather", "reduce"),
@@ -120,12 +117,12 @@ def test_another_order_in_the_program_is_another_order_of_the_run(
 
     expected = [0, 1, 2, 2, 1, 0]
     plain = run_ranks(2, body)
-    listed = Executor.forwards
+    listed = LayerwiseAccumulation.turns
 
-    def backwards(self: Executor, unit: Unit) -> object:
-        return listed(self, unit)[::-1]
+    def backwards(self: LayerwiseAccumulation, number: int) -> list[int]:
+        return listed(self, number)[::-1]
 
-    monkeypatch.setattr(Executor, "forwards", backwards)
+    monkeypatch.setattr(LayerwiseAccumulation, "turns", backwards)
     expected = [2, 1, 0, 0, 1, 2]
     assert all(map(torch.equal, plain, run_ranks(2, body)))
 

@@ -44,6 +44,7 @@ class Run:
         self.units = [self._unit("root"), self._unit("block")]
         self.settings = SimpleNamespace(policy=SimpleNamespace(compute=dtype))
         self.adaptive = AdaptivePrecision(self, window=1)  # type: ignore[arg-type]
+        self.adaptive._promote = self.promote  # type: ignore[method-assign]
 
     @staticmethod
     def _unit(name: str) -> Any:

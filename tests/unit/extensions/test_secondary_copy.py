@@ -17,6 +17,7 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.extensions.gathered_parameters import GatheredParameters
 from deepseek_zero.extensions.param_states import safe_set_full_fp32_param
 from deepseek_zero.precision.policy import Policy
+from deepseek_zero.sharding.regroup import promote_unit
 from deepseek_zero.sharding.runtime import Runtime
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
@@ -220,7 +221,7 @@ def test_it_follows_groups_that_are_divided_and_units_that_are_promoted() -> Non
             if step == 1:
                 model.blocks[0].up.requires_grad_(True)
             if step == 2:
-                runtime.promote(runtime.units[2], to_fp32=True)
+                promote_unit(runtime, runtime.units[2], to_fp32=True)
             found.append(micro_step(runtime, step, 0, rank.index))
             optimizer.step()
             found.append(evaluate(runtime))

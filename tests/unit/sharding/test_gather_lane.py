@@ -76,7 +76,7 @@ def start(
     runtime = sharded(
         rank, model, unit_names=("Block",), **{"stage": 3, "ahead_numel": 1000, **settings}
     )
-    runtime.executor.reductions.most_reductions = most_reductions
+    runtime.reductions.most_reductions = most_reductions
     return model, runtime
 
 
@@ -93,12 +93,10 @@ def reduce_late(runtime: Runtime) -> set[str]:
     Returns the names of the parameters with gradients from several reductions.
     """
     runtime.backward.before_step()
-    mine = torch.tensor(
-        [float(unit.number in runtime.executor.reductions.late) for unit in runtime.units]
-    )
+    mine = torch.tensor([float(unit.number in runtime.reductions.late) for unit in runtime.units])
     late = runtime.comm.all_gather_rows(mine, "who is late").amax(dim=0).tolist()
     if any(late):
-        runtime.executor.reductions.reduce_late()
+        runtime.reductions.reduce_late()
     return {member.name for unit in runtime.units if late[unit.number] for member in unit.members()}
 
 
@@ -371,7 +369,7 @@ def test_a_gradient_that_arrives_after_its_sum_is_reduced_before_the_step(
         optimizer = optimizer_over(runtime, OPTIMIZERS["sgd"])
         x = batch(rank.index, 0).requires_grad_()
         model(x, routes[rank.index], True).square().mean().backward()
-        assert bool(runtime.executor.reductions.late) == (rank.index in late_ranks)
+        assert bool(runtime.reductions.late) == (rank.index in late_ranks)
         optimizer.step()
         return {name: value.clone() for name, value in model.state_dict().items()}
 
