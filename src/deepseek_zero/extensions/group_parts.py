@@ -15,7 +15,8 @@ from ..sharding.comm_context import CommContext, Route
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.grad_sum import GradSum
 from ..sharding.gradient import Gradient
-from ..sharding.param_group import GroupParts, ParamGroup
+from ..sharding.group import Group
+from ..sharding.param_group import GroupParts
 from ..sharding.weight_gather import WeightGather
 from .contexts import contexts_of_sharers, sharers_of, with_replicas
 
@@ -59,7 +60,7 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
     )
 
 
-def weight_gather_of(inner: CommContext | None, group: ParamGroup, what: str) -> WeightGather:
+def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> WeightGather:
     """Create the object that all-gathers the weight of a parameter group.
 
     Args:
@@ -92,7 +93,7 @@ def weight_gather_of(inner: CommContext | None, group: ParamGroup, what: str) ->
     return gather
 
 
-def reduction_of(group: ParamGroup) -> GradReduction:
+def reduction_of(group: Group) -> GradReduction:
     """Create the object that sums the gradients of a parameter group over the ranks.
 
     Args:

@@ -46,6 +46,8 @@ class MomentumExchange(GradReduction):
 
     is_scaled = False
 
+    group: ParamGroup
+
     def __init__(
         self,
         group: ParamGroup,

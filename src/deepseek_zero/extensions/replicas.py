@@ -18,8 +18,8 @@ from ..planner.spec import P, R, Spec
 from ..sharding.buffer import FlatBuffer
 from ..sharding.comm_context import CommContext
 from ..sharding.grad_reduction import GradReduction
+from ..sharding.group import Group
 from ..sharding.move import all_gather, move
-from ..sharding.param_group import ParamGroup
 
 
 class SumOverReplicas(GradReduction):
@@ -31,7 +31,7 @@ class SumOverReplicas(GradReduction):
 
     sums_all = False
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: Group) -> None:
         super().__init__(group)
         assert group.comm_ctx.outer is not None
         self.outer = group.comm_ctx.outer

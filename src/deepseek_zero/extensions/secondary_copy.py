@@ -11,8 +11,8 @@ from ..comm.pending import Pending
 from ..planner.extras import second_copy_of
 from ..sharding.buffer import FlatBuffer
 from ..sharding.comm_context import CommContext
+from ..sharding.group import Group
 from ..sharding.move import move
-from ..sharding.param_group import ParamGroup
 from ..sharding.weight_gather import WeightGather
 
 
@@ -30,7 +30,7 @@ class SecondaryCopy(WeightGather):
             ranks.
     """
 
-    def __init__(self, group: ParamGroup, inner: CommContext, first: WeightGather) -> None:
+    def __init__(self, group: Group, inner: CommContext, first: WeightGather) -> None:
         """Store the arguments. `allocate` allocates the second copy.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..comm.pending import Pending
 from ..comm.transports.base import SymmetricMemory
 from ..sharding.buffer import FlatBuffer
-from ..sharding.param_group import ParamGroup
+from ..sharding.group import Group
 from ..sharding.weight_gather import WeightGather
 from ..tiers.host import HostMemory
 from ..tiers.tier import Tier
@@ -24,7 +24,7 @@ class SharedWeight(WeightGather):
 
     makes_copies = False
 
-    def __init__(self, group: ParamGroup, memory: SymmetricMemory) -> None:
+    def __init__(self, group: Group, memory: SymmetricMemory) -> None:
         super().__init__(group)
         self.memory = memory
 

@@ -16,8 +16,8 @@ from ..precision.policy import cast_master
 from ..sharding.buffer import FlatBuffer
 from ..sharding.coded_message import CodedMessage
 from ..sharding.comm_context import CommContext
+from ..sharding.group import Group
 from ..sharding.move import all_gather
-from ..sharding.param_group import ParamGroup
 from ..sharding.param_ranges import owned_range, owned_view
 from ..sharding.weight_gather import WeightGather
 
@@ -35,7 +35,7 @@ class WeightDifferences(WeightGather):
 
     computes = True
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._is_written = False
 

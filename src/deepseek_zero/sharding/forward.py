@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,14 +24,11 @@ from ..precision.policy import Policy
 from .backward import Backward
 from .hooks import weak_hook
 from .model_changes import Structure, explain_dtypes, frozen_or_unfrozen
-from .regroup import follow_requires_grad
+from .regroup import WrappedModel, follow_requires_grad
 from .root_parts import RootParts
 from .saved_tensor_hooks import weight_hooks
 from .step_state import ForwardFrame, Phase
 from .unit import Unit, UnitState
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
 
 
 class Forward:
@@ -50,12 +47,10 @@ class Forward:
         policy: The dtypes of the model.
         root_parts: Hooks for modules of the root unit that a program calls directly, outside the
             forward of the model.
-        any_promoted: Whether some units compute in fp32 and others in 16 bits (precision "auto"),
-            so values passed between them are cast.
     """
 
     def __init__(
-        self, model: Runtime, backward: Backward, structure: Structure, policy: Policy
+        self, model: WrappedModel, backward: Backward, structure: Structure, policy: Policy
     ) -> None:
         self._model = weakref.ref(model)
         self.backward = backward
@@ -69,12 +64,11 @@ class Forward:
         self.comm = backward.comm
         self.structure = structure
         self.policy = policy
-        self.any_promoted = False
         self._tiles_used: set[int] = set()  # tiles used in the current forward
         self.root_parts = RootParts(backward)
 
     @property
-    def model(self) -> Runtime:
+    def model(self) -> WrappedModel:
         """The runtime of the model, which is referenced weakly."""
         model = self._model()
         assert model is not None  # hooks run only while the model is alive
@@ -274,13 +268,13 @@ class Forward:
     def _as_computed(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Cast a unit's arguments to its compute dtype."""
         is_cast = unit is self.root and self.policy.auto_cast
-        if not is_cast and not self.any_promoted:
+        if not is_cast and not self.model.any_promoted:
             return args, kwargs
         dtype = self._compute_dtype(unit)
         return cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
 
     def _as_passed(self, unit: Unit, output: Any) -> Any:
         """Cast a unit's output to the dtype that is passed between units."""
-        if not self.any_promoted or unit is self.root:
+        if not self.model.any_promoted or unit is self.root:
             return output
         return cast_inputs(output, self._compute_dtype(self.root))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,10 @@ from ..comm.pending import DONE, Pending
 from ..planner.layout import Slot
 from .grad_sum import GradState, GradSum
 from .gradient import Gradient
+from .group import Group
 from .move import all_gather
 from .param_ranges import local_range, owned_range, owned_view
 from .sharded_gradient import Part, ShardedGradient, own_part_of
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
 
 
 class GradEdits:
@@ -294,7 +291,7 @@ def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], 
     return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
 
 
-def complete(full: Tensor, group: ParamGroup, slot: Slot, what: str) -> None:
+def complete(full: Tensor, group: Group, slot: Slot, what: str) -> None:
     """All-gather a flat tensor of which each rank has only its own part.
 
     Args:

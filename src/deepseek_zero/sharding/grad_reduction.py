@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from ..comm.pending import DONE, Pending
 from .buffer import FlatBuffer
+from .group import Group
 from .move import move
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
 
 
 class GradReduction:
@@ -29,7 +25,7 @@ class GradReduction:
     sums_all = True
     is_scaled = True
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,11 +19,9 @@ from ..kernels.sums import sum_of_squares as squares_on_cpu
 from ..planner.spec import S, Spec
 from ..tiers.tier import StagedTile, Tier
 from .buffer import FlatBuffer, StateGuard
+from .group import Group
 from .message import has_pages_to_return
 from .param_ranges import updated_ranges
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
 
 
 class GradState(Enum):
@@ -91,7 +88,7 @@ class GradSum:
 
     saved_as = ""
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         self.buffer: FlatBuffer | None = None
         self.guard = StateGuard()
@@ -299,7 +296,7 @@ def own_squares(total: GradSum) -> Squares:
     return _squares(group, total.own(), group.layout.bounds(group.comm_ctx.comm.rank)[0])
 
 
-def _squares(group: ParamGroup, values: Tensor, first: int) -> Squares:
+def _squares(group: Group, values: Tensor, first: int) -> Squares:
     """Return the sum of squares of a gradient, without elements that the optimizer does not update.
 
     The device that updates the group computes it, so every ZeRO stage gets the same bits.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -19,9 +18,7 @@ from ..planner.spec import P, R, S
 from .buffer import FlatBuffer
 from .grad_reduction import GradReduction
 from .grad_sum import GradState, GradSum, norms_of, own_squares, read_squares
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
+from .group import Group
 
 
 class Summand:
@@ -35,7 +32,7 @@ class Summand:
         arrived: The parameters that have a gradient; other elements of the buffer are arbitrary.
     """
 
-    def __init__(self, group: ParamGroup, allocate: Callable[[], FlatBuffer]) -> None:
+    def __init__(self, group: Group, allocate: Callable[[], FlatBuffer]) -> None:
         """Start without a gradient and without a buffer.
 
         Args:
@@ -131,7 +128,7 @@ class Gradient:
             none or if the next reduction itself adds to it.
     """
 
-    def __init__(self, group: ParamGroup, reduction: GradReduction) -> None:
+    def __init__(self, group: Group, reduction: GradReduction) -> None:
         self.group = group
         self.reduction = reduction
         self.summand = Summand(group, self._summand_buffer)

@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from ..base.device import without_torch_function
 from ..base.memory import trim_heap
 from ..comm.pending import DONE, Pending
-from ..planner.layout import FlatLayout
-from ..planner.spec import R, S, ShardPlan
+from ..planner.spec import R, S
 from ..planner.units import GroupPlan
 from ..tiers.tier import Storage
-from .buffer import FlatBuffer, PendingUpdate, StateGuard
+from .buffer import FlatBuffer, PendingUpdate
 from .comm_context import CommContext
 from .grad_reduction import GradReduction
 from .grad_sum import GradSum
 from .grad_view import GradView
 from .gradient import Gradient
-from .main_weight import MasterWeight
+from .group import Group
 from .model_changes import error_of_lost_values
 from .param_info import ParamInfo
 from .param_ranges import write_param
@@ -50,13 +49,13 @@ class GroupParts:
 
     comm_ctx: CommContext
     context_of: Callable[[GroupPlan], CommContext]
-    weight_gather: Callable[[ParamGroup, str], WeightGather]
-    reduction: Callable[[ParamGroup], GradReduction]
+    weight_gather: Callable[[Group, str], WeightGather]
+    reduction: Callable[[Group], GradReduction]
     kept_gradients: Callable[[Gradient], Mapping[str, GradSum]] = lambda gradient: {}
 
 
-class ParamGroup:
-    """Parameters of one unit that share flat buffers and the specs of their states.
+class ParamGroup(Group):
+    """A group of parameters, whose weight is gathered and released, with its gradient.
 
     Args:
         members: The parameters, in the order of the layout.
@@ -66,25 +65,15 @@ class ParamGroup:
         parts: Functions that create the objects that gather the weight and reduce the gradient.
 
     Attributes:
-        members: The parameters, in the order of the layout.
-        planned: The current plan of the group: its layout, and the placement, dtype and memory of
-            its states.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
         parts: Functions that create the objects that gather the weight and reduce the gradient.
-        index: The index of each parameter, keyed by the `id()` of the parameter.
         gradient: The gradient of the group.
         grad_view: Sets the `.grad` of the parameters.
-        weight: This rank's part of the weight.
         weight_gather: How the weight is gathered.
-        master: The main weight; None if no parameter is trained.
         unsharded: The gathered weight; None while the weight is sharded.
-        guard: Callbacks before each access to the weight, main weight, moments and a kept gradient.
         placeholder: One element, which is expanded to the shape of each sharded parameter as its
             data.
         is_idle: Whether every parameter was frozen after wrapping, so that nothing is reduced.
         is_pinned: Whether the weight stays unsharded until a `GatheredParameters` block ends.
-        not_updated: The indices of parameters that no optimizer updates; the gradient norm ignores
-            them.
         runtime: A function that returns the runtime that drives the group, or None. A weak
             reference.
         optimizer: A function that returns the optimizer that updates the group, or None. A weak
@@ -98,53 +87,24 @@ class ParamGroup:
         comm_ctx: CommContext,
         parts: GroupParts,
     ) -> None:
-        self.members = list(members)
-        self.planned = planned
-        self.comm_ctx = comm_ctx
+        super().__init__(members, planned, comm_ctx)
         self.parts = parts
-        plan = planned.plan
-        self.index = {id(member.param): number for number, member in enumerate(self.members)}
         self.new_gradient()
-        self.weight: FlatBuffer
         self.weight_gather: WeightGather
-        self.master: MasterWeight | None = None
         self.unsharded: FlatBuffer | None = None
-        self.guard = StateGuard()
         self.is_idle = False
         self.is_pinned = False
-        self.not_updated: frozenset[int] = frozenset()
         self.runtime: Callable[[], Any] = lambda: None
         self.optimizer: Callable[[], Any] = lambda: None
-        nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
-        self.placeholder = torch.full(
-            (), nothing, dtype=plan.weight.dtype, device=comm_ctx.pool.device
-        )
+        dtype = planned.plan.weight.dtype
+        nothing = float("nan") if dtype.is_floating_point else 0
+        self.placeholder = torch.full((), nothing, dtype=dtype, device=comm_ctx.pool.device)
 
     def new_gradient(self) -> None:
         """Replace the gradient by an empty one that follows the current plan."""
         self.gradient = Gradient(self, self.parts.reduction(self))
         self.gradient.kept = self.parts.kept_gradients(self.gradient)
         self.grad_view = GradView(self.gradient)
-
-    @property
-    def plan(self) -> ShardPlan:
-        """The placement, dtype and memory of weight, gradient, main weight and moments."""
-        return self.planned.plan
-
-    @property
-    def layout(self) -> FlatLayout:
-        """The positions of the group's parameters in the flat buffers."""
-        return self.planned.layout
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether the weight must be gathered before use."""
-        return self.plan.weight.placement is S
-
-    @property
-    def trainable(self) -> bool:
-        """Return whether the plan has a gradient for the group."""
-        return self.plan.grad is not None
 
     def follow_optimizer(self, updated: Collection[int]) -> None:
         """Restrict the gradient norm to the parameters that the optimizer updates.
@@ -266,11 +226,6 @@ class ParamGroup:
             return DONE
         return self.weight_gather.refresh(what, is_update=is_update)
 
-    @property
-    def own_weight(self) -> Tensor:
-        """Return this rank's slice of the weight, flat."""
-        return self.weight.shard(self.comm_ctx.comm.rank)
-
     def refuse_offloaded_weight(self) -> None:
         """Raise `UsageError` if `engine.offload_states` has moved the weight away."""
         if self.weight.guard.is_offloaded:
@@ -291,4 +246,7 @@ class ParamGroup:
         return runtime is not None and not runtime.is_destroyed
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        write_param(self, self.members[self.index[id(param)]].slot, value)
+        slot = self.members[self.index[id(param)]].slot
+        self.weight_gather.before_write(slot.name)
+        self.weight_gather.changed()
+        write_param(self, slot, value)

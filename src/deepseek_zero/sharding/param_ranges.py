@@ -5,17 +5,13 @@ A training step does not use this module, because it works on whole buffers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from ..planner.layout import Slot
 from ..planner.spec import R, S
 from ..precision.policy import cast_master
 from .buffer import FlatBuffer
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
+from .group import Group
 
 
 def owned_range(buffer: FlatBuffer, slot: Slot, rank: int) -> tuple[int, int]:
@@ -61,7 +57,7 @@ def local_range(buffer: FlatBuffer, slot: Slot, rank: int) -> tuple[int, int, in
     return start, start + end - place, place
 
 
-def updated_ranges(group: ParamGroup) -> list[tuple[int, int]]:
+def updated_ranges(group: Group) -> list[tuple[int, int]]:
     """Return the ranges [start, stop) of the layout that the optimizer updates.
 
     Adjacent parameters are merged into one range.
@@ -80,19 +76,14 @@ def updated_ranges(group: ParamGroup) -> list[tuple[int, int]]:
     return found
 
 
-def write_param(group: ParamGroup, slot: Slot, value: Tensor) -> None:
+def write_param(group: Group, slot: Slot, value: Tensor) -> None:
     """Write this rank's part of a new value into the weight and the main weight.
 
     Args:
         group: The parameter group.
         slot: The position of the parameter in the layout.
         value: The whole new value, in the parameter's shape.
-
-    Note:
-        Collective: every rank of the shard group must call it.
     """
-    group.weight_gather.before_write(slot.name)
-    group.weight_gather.changed()
     rank = group.comm_ctx.comm.rank
     flat = value.detach().to(group.comm_ctx.pool.device).expand(slot.shape).reshape(-1)
     start, stop, place = local_range(group.weight, slot, rank)

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from ..comm.agreement import agree
-from ..comm.collectives import propagate_errors
+from ..comm.collectives import Comm, propagate_errors
+from ..planner.plan import Plan
 from ..planner.plan_settings import Compression, PlanSettings
 from ..planner.spec import ShardPlan
 from ..planner.units import plan_group
+from .comm_context import CommContext
 from .grad_reduction import GradReduction
 from .grad_sum import GradState
 from .gradient import Gradient
@@ -37,17 +39,38 @@ from .group_build import (
     set_placeholders,
     whole_values,
 )
-from .model_changes import frozen_or_unfrozen
+from .model_changes import Structure, frozen_or_unfrozen
 from .param_group import ParamGroup
 from .param_info import ParamInfo
-from .reduce_lane import Updates
+from .reduce_lane import ReduceLane, Updates
+from .step_state import StepState
 from .unit import Unit
 
-if TYPE_CHECKING:
-    from .runtime import Runtime
+
+class WrappedModel(Protocol):
+    """Interface of `Runtime` for the functions of this file, and for the hooks of forward."""
+
+    units: list[Unit]
+    settings: PlanSettings
+    comm: Comm
+    comm_ctx: CommContext
+    reductions: ReduceLane
+    step: StepState
+    structure: Structure
+    any_promoted: bool
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def groups(self) -> list[ParamGroup]: ...
+    @property
+    def trained_groups(self) -> list[ParamGroup]: ...
+    def add_group(self, unit: Unit, group: ParamGroup) -> None: ...
+    def replan(self) -> None: ...
+    def fetch_saved(self, group: ParamGroup) -> None: ...
 
 
-def follow_requires_grad(runtime: Runtime) -> None:
+def follow_requires_grad(runtime: WrappedModel) -> None:
     """Update the groups of a model after `requires_grad` of parameters changed.
 
     No forward may be running.
@@ -76,7 +99,7 @@ def follow_requires_grad(runtime: Runtime) -> None:
         _apply(runtime, changed)
 
 
-def _refuse_late(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
+def _refuse_late(runtime: WrappedModel, changed: Sequence[ParamInfo]) -> None:
     """Raise an error if a parameter without memory for its gradient was unfrozen in a step."""
     ready = {
         id(member)
@@ -95,7 +118,7 @@ def _refuse_late(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
         )
 
 
-def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
+def _apply(runtime: WrappedModel, changed: Sequence[ParamInfo]) -> None:
     thawed = {id(member) for member in changed if member.is_frozen}
     parts = {
         group: [member for member in group.members if id(member) in thawed]
@@ -141,7 +164,7 @@ def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
 
 
 def _divide(
-    runtime: Runtime, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None
+    runtime: WrappedModel, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None
 ) -> list[ParamGroup]:
     """Divide a frozen group into a trained group and a frozen one.
 
@@ -230,7 +253,7 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
     group.refresh(what).wait()
 
 
-def promote_unit(runtime: Runtime, unit: Unit, *, to_fp32: bool) -> None:
+def promote_unit(runtime: WrappedModel, unit: Unit, *, to_fp32: bool) -> None:
     """Change the dtype in which a sharded unit computes to fp32, or back to 16 bits.
 
     Args:
@@ -244,13 +267,13 @@ def promote_unit(runtime: Runtime, unit: Unit, *, to_fp32: bool) -> None:
     unit.is_promoted = to_fp32
     for group in unit.trained:
         promote(group, unit.name, to_fp32=to_fp32)
-    runtime.forward.any_promoted = any(each.is_promoted for each in runtime.units)
+    runtime.any_promoted = any(each.is_promoted for each in runtime.units)
 
 
 # -- settings; every rank must call these functions between the same two steps
 
 
-def resize(runtime: Runtime, settings: PlanSettings) -> None:
+def resize(runtime: WrappedModel, settings: PlanSettings) -> None:
     """Change the sizes of messages and prefetch buffers.
 
     Args:
@@ -267,7 +290,7 @@ def resize(runtime: Runtime, settings: PlanSettings) -> None:
         group.comm_ctx = replace(group.comm_ctx, bucket_numel=settings.bucket_numel)
 
 
-def send_as(runtime: Runtime, compression: Compression) -> None:
+def send_as(runtime: WrappedModel, compression: Compression) -> None:
     """Change the compression of messages, between two steps.
 
     Args:

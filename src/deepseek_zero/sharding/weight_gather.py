@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..comm.pending import Pending
 from ..planner.spec import S
 from .buffer import FlatBuffer
+from .group import Group
 from .move import move
-
-if TYPE_CHECKING:
-    from .param_group import ParamGroup
 
 
 class WeightGather:
@@ -28,7 +25,7 @@ class WeightGather:
     #: `refresh` computes on the CPU, so only a few refreshes should run at the same time.
     computes = False
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         # The views of the parameters, if the gathered weight is always in the same memory.
         self.views: list[Tensor] = []
