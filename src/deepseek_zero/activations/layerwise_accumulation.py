@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
-from ..base.nested import Args, Kwargs, map_tensors
+from ..base.nested import Args, Kwargs, all_tensors, map_tensors
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
 from .offload import replaced
@@ -73,7 +73,9 @@ class LayerwiseAccumulation:
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Record the batch size of the model's forward."""
-        self.samples = next((len(tensor) for tensor in _tensors((args, kwargs)) if tensor.dim()), 0)
+        self.samples = next(
+            (len(tensor) for tensor in all_tensors((args, kwargs)) if tensor.dim()), 0
+        )
         if torch.is_grad_enabled() and (not self.samples or self.samples % self.micro_batches):
             raise UsageError(
                 f"the model was given {self.samples} samples, which do not make "
@@ -122,7 +124,7 @@ class LayerwiseAccumulation:
         if not parts:
             raise UsageError(
                 f"unit '{unit}' got no tensor of {self.samples} samples; the first dimensions of "
-                f"what it got are {[tuple(tensor.shape[:1]) for tensor in _tensors(call)]}.",
+                f"what it got are {[tuple(tensor.shape[:1]) for tensor in all_tensors(call)]}.",
                 "Vertical order cuts what a unit gets along the first dimension, which has to be "
                 "that of the batch.",
                 f"let units take (batch, ...), or {FIX}.",
@@ -156,7 +158,7 @@ class LayerwiseAccumulation:
             UsageError: The outputs have different numbers of tensors, or the first dimension of a
                 tensor is not the number of samples in a micro-batch.
         """
-        rows = list(map(_tensors, outputs))
+        rows = list(map(all_tensors, outputs))
         if len({len(row) for row in rows}) > 1:
             raise UsageError(
                 f"unit '{unit}' returned {[len(row) for row in rows]} tensors for micro-batches of "
@@ -238,15 +240,3 @@ class LayerwiseForward:
         del module.__dict__["forward"]
         if self._own is not None:
             module.forward = self._own
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return every tensor in arguments or outputs, in order."""
-    found: list[Tensor] = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(value, look)
-    return found

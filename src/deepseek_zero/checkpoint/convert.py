@@ -18,7 +18,6 @@ from .hf_folder import (
     INDEX,
     MAX_SHARD_BYTES,
     plan_shards,
-    shard_names,
     write_index,
 )
 from .read import open_checkpoint, tensors_of
@@ -58,18 +57,16 @@ def convert_to_safetensors(
             open_checkpoint(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen
         )
         shards = plan_shards([lazy.entry for lazy in tensors.values()], max_shard_bytes)
-        names = shard_names(len(shards))
         output = stack.enter_context(staged_output(out))
         with ExitStack() as written:
-            files = ShardFiles(output.path, dict(zip(names, shards, strict=True)), written)
+            files = ShardFiles(output.path, shards, written)
             for name, lazy in tensors.items():
                 for low, part in lazy.parts():
                     files.put(name, low, part)
             files.set_run(run_of(files.checksums()))
-        if len(names) > 1:
-            write_index(output.path / INDEX, shards, names)
+        write_index(output.path / INDEX, shards)
         output.publish_folder(EXPORT_PATTERNS, INDEX)
-        return names
+        return list(shards)
 
 
 def state_dict_of(

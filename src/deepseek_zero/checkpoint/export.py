@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -28,7 +29,6 @@ from .hf_folder import (
     INDEX,
     MAX_SHARD_BYTES,
     plan_shards,
-    shard_names,
     write_index,
 )
 from .lockstep import run_and_gather, run_on_all, run_on_first_rank
@@ -295,20 +295,17 @@ def export_safetensors(
     comm = runtime.comm.whole
     model = WholeModel.of(runtime, settings)
     shards = plan_shards(model.tensors, settings.max_shard_bytes)
-    names = shard_names(len(shards))
     with _staged_by_first_rank(comm, directory) as output:
-        own_files = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
-        _write(model, output.path, own_files)
+        _write(model, output.path, dict(islice(shards.items(), comm.rank, None, comm.size)))
 
         def finish() -> None:
-            if len(names) > 1:
-                write_index(output.path / INDEX, shards, names)
+            write_index(output.path / INDEX, shards)
             if companions is not None:
                 companions(output.path)
             output.publish_folder(EXPORT_PATTERNS, INDEX)
 
         run_on_first_rank(comm, "export: the names", finish)
-    return names
+    return list(shards)
 
 
 def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:

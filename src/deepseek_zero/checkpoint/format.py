@@ -517,8 +517,8 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[path]
         case {"__dtype__": name}:
             return dtype_named(name)
-        case {"__ndarray__": _}:
-            return from_plain({key: decode(item, tensors) for key, item in value.items()})
     found = {key: decode(item, tensors) for key, item in value.items()}
+    if "__ndarray__" in found:
+        return from_plain(found)
     read = _READ.get(next(iter(found))) if len(found) == 1 else None
     return found if read is None else read(*found.values())

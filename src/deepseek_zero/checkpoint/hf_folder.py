@@ -10,7 +10,7 @@ A folder has one of two forms:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -29,17 +29,22 @@ EXPORT_PATTERNS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)
 MAX_SHARD_BYTES = 5_000_000_000
 
 
-def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
+def plan_shards(
+    infos: Sequence[TensorInfo], most: int, stem: str = STEM, suffix: str = "safetensors"
+) -> dict[str, list[TensorInfo]]:
     """Assign tensors to files of limited size, in the given order.
 
-    A tensor larger than `most` gets its own file.
+    A tensor larger than `most` gets its own file. The files have the names that transformers
+    expects, for example "model-00001-of-00002.safetensors".
 
     Args:
         infos: The tensors to write.
         most: Maximum size of one file in bytes.
+        stem: First part of each file name.
+        suffix: File name extension, without the dot.
 
     Returns:
-        The tensors of each file.
+        The tensors of each file by file name.
 
     Raises:
         CheckpointError: `most` is below 1.
@@ -57,35 +62,27 @@ def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]
             filled = 0
         shards[-1].append(info)
         filled += info.nbytes
-    return shards
+    if len(shards) == 1:
+        return {f"{stem}.{suffix}": shards[0]}
+    of = f"of-{len(shards):05d}.{suffix}"
+    return {f"{stem}-{number:05d}-{of}": shard for number, shard in enumerate(shards, start=1)}
 
 
-def shard_names(count: int, stem: str = STEM, suffix: str = "safetensors") -> list[str]:
-    """Return the file names that transformers expects for a number of files.
-
-    Args:
-        count: Number of files.
-        stem: First part of each name.
-        suffix: File name extension, without the dot.
-
-    Returns:
-        One name per file, for example "model-00001-of-00002.safetensors".
-    """
-    if count == 1:
-        return [f"{stem}.{suffix}"]
-    return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
-
-
-def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> None:
-    """Write the JSON index that maps each tensor to its file.
+def write_index(
+    path: Path, shards: Mapping[str, Sequence[TensorInfo]], tied: Mapping[str, str] | None = None
+) -> None:
+    """Write the JSON index that maps each tensor to its file, if there are several files.
 
     Args:
         path: Path of the index.
         shards: The tensors of each file, as `plan_shards` returns them.
-        names: The file names, in the same order.
+        tied: Other names of these tensors, each with the tensor's name in `shards`.
     """
-    total = sum(info.nbytes for shard in shards for info in shard)
-    where = {info.name: name for shard, name in zip(shards, names, strict=True) for info in shard}
+    if len(shards) == 1:
+        return
+    total = sum(info.nbytes for shard in shards.values() for info in shard)
+    where = {info.name: file for file, shard in shards.items() for info in shard}
+    where |= {name: where[stored] for name, stored in (tied or {}).items()}
     text = json.dumps(
         {"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True
     )

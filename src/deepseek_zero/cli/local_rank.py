@@ -38,7 +38,12 @@ def accepts_local_rank(source: Path | None, args: Sequence[str] = ()) -> bool:
             continue
         if any(_takes_option(node) for node in ast.walk(tree)):
             return True
-        found = [path for path in _local_imports(tree, source.parent) if path not in seen]
+        found = [
+            path
+            for name in _imported_names(tree)
+            for path in _files_of(name, source.parent, "__init__.py")
+            if path not in seen
+        ]
         seen.update(found)
         waiting.extend(dict.fromkeys(found))
     return False
@@ -79,11 +84,6 @@ def _takes_option(node: ast.AST) -> bool:
     return called in TOLERANT_CALLS or any(
         isinstance(arg, ast.Constant) and arg.value in OPTIONS for arg in node.args
     )
-
-
-def _local_imports(tree: ast.Module, folder: Path) -> Iterator[Path]:
-    for name in _imported_names(tree):
-        yield from _files_of(name, folder, "__init__.py")
 
 
 def _imported_names(tree: ast.Module) -> Iterator[str]:

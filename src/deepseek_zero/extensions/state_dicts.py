@@ -227,7 +227,7 @@ class _Saver:
                     [member.param for group in coded for member in group.members]
                 )
                 self.exact.__enter__()
-            runtime = self.unit.groups[0].runtime() if self.unit.groups else None
+            runtime = _runtime_of(self.unit)
             lone_call = (
                 runtime.comm.waits.lone_call("state_dict()")
                 if runtime is not None
@@ -289,9 +289,13 @@ def along_tp(unit: Unit) -> Comm | None:
     Args:
         unit: A unit of the model.
     """
-    runtime = unit.groups[0].runtime() if unit.groups else None
-    found: Comm | None = runtime.comm.along.get("tp") if runtime is not None else None
-    return found
+    runtime = _runtime_of(unit)
+    return runtime.comm.along.get("tp") if runtime is not None else None
+
+
+def _runtime_of(unit: Unit) -> Runtime | None:
+    """Return the runtime of a unit; None if the unit has no parameters."""
+    return unit.groups[0].runtime() if unit.groups else None
 
 
 @dataclass

@@ -633,16 +633,19 @@ def _take_splits(plan: ParallelPlan, holder: RegionHolder, found: Splits) -> Non
                 plan.splits[name] = split
 
 
+def _described(holder: RegionHolder) -> str:
+    kind = type(holder.template).__name__
+    return f"'{holder.names[0] or kind}' ({kind})"
+
+
 def _refused(holder: RegionHolder, why: str) -> NotBuiltError:
     own = [
         name for name in holder.own_parameters() if name.rpartition(".")[0] not in holder.members
     ]
     has = f" It has parameters of its own: {', '.join(own[:4])}." if own else ""
-    name = holder.names[0] or type(holder.template).__name__
     layers = ", ".join(holder.members)
     return NotBuiltError(
-        f"tensor parallelism cannot split '{name}' ({type(holder.template).__name__}) over "
-        f"tp={holder.ranks}.",
+        f"tensor parallelism cannot split {_described(holder)} over tp={holder.ranks}.",
         f"{why}. Split layers: {layers}.{has}",
         'leave these layers whole (tensor_parallel.partition_config, "skip"), or use dp_shard '
         "instead of tp.",
@@ -654,11 +657,7 @@ def _refuse_unproven(holder: RegionHolder, error: Unproven) -> None:
 
     If the configuration names its layers, this is only a warning.
     """
-    name = holder.names[0] or type(holder.template).__name__
-    what = (
-        f"whether a rank computes its part of '{name}' ({type(holder.template).__name__}) could "
-        "not be examined"
-    )
+    what = f"whether a rank computes its part of {_described(holder)} could not be examined"
     if holder.is_named:
         log_once(
             f"tensor parallelism: {what}: {error}. Its layers are split as partition_config says."

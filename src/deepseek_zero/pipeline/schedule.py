@@ -99,6 +99,7 @@ class StageAction(NamedTuple):
 
 
 Program = tuple[StageAction, ...]
+ActionsAt = dict[int, list[StageAction]]  # by position in a program
 
 
 @dataclass(frozen=True)
@@ -370,7 +371,7 @@ def crosses_ranks(message: StageAction, placement: Sequence[int]) -> bool:
 
 def _gathers_and_releases(
     program: Sequence[StageAction], group: int | None
-) -> tuple[dict[int, list[StageAction]], dict[int, list[StageAction]]]:
+) -> tuple[ActionsAt, ActionsAt]:
     """Return the gathers before and the releases after each position of the program.
 
     Runs of a stage that overlap or are adjacent are merged. A gather is one computation ahead of
@@ -390,8 +391,8 @@ def _gathers_and_releases(
             own[-1][1] = max(own[-1][1], last)
         else:
             own.append([first, last])
-    before: dict[int, list[StageAction]] = {}
-    behind: dict[int, list[StageAction]] = {}
+    before: ActionsAt = {}
+    behind: ActionsAt = {}
     whole = sorted((first, last, stage) for stage, own in spans.items() for first, last in own)
     for first, last, stage in whole:
         ahead = max(first - 1, 0)

@@ -86,6 +86,10 @@ def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, floa
     return gbps * moved, gbps * carried
 
 
+Records = dict[str, dict[int, list[Any]]]  # by name and message size
+Summary = dict[int, dict[str, Any]]  # by message size
+
+
 class CommsLogger:
     """Record the calls of `deepspeed.comm` with their sizes and times.
 
@@ -94,7 +98,7 @@ class CommsLogger:
     """
 
     def __init__(self) -> None:
-        self.comms_dict: dict[str, dict[int, list[Any]]] = {}
+        self.comms_dict: Records = {}
         self.enabled = False
         self.verbose = False
         self.debug = False
@@ -179,7 +183,7 @@ class CommsLogger:
                 [0],
             )
 
-    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+    def get_raw_data(self) -> Records:
         """Return a copy of the log: the records of each operation by message size."""
         return self.comms_dict.copy()
 
@@ -199,7 +203,7 @@ class CommsLogger:
         """Return the number of logged calls."""
         return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
 
-    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+    def get_operation_summary(self, operation_name: str) -> Summary | None:
         """Return counts, times and bandwidths of one name by message size.
 
         Returns:
@@ -254,7 +258,7 @@ class CommsLogger:
         found = {"summary": summary, "straggler_analysis": stragglers, "metadata": about}
         return found if return_dict else None
 
-    def _print(self, title: str, table: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
+    def _print(self, title: str, table: Mapping[str, Summary]) -> None:
         for name, sizes in table.items():
             for row in sizes.values():
                 numbers = [
@@ -263,7 +267,7 @@ class CommsLogger:
                 shown = "  ".join([row["msg_size_str"], f"count {row['count']}", *numbers])
                 log_dist(f"{title}: {name}  {shown}")
 
-    def _stragglers(self, name: str) -> dict[int, dict[str, Any]]:
+    def _stragglers(self, name: str) -> Summary:
         found = {}
         for size, (count, latencies, *_) in sorted(self.comms_dict[name].items()):
             own = torch.tensor(latencies, device=default_device())

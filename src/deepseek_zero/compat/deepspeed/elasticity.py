@@ -107,11 +107,6 @@ def _section(ds_config: Section) -> dict[str, Any]:
         wrong.append("min_gpus and max_gpus count from 1")
     if wrong:
         raise ElasticityConfigError(f"{'; '.join(wrong)}.", fix="correct the section `elasticity`.")
-    _refuse(ds_config, section)
-    return section
-
-
-def _refuse(ds_config: Section, section: Section) -> None:
     if section["max_train_batch_size"] < max(section["micro_batch_sizes"]):
         raise ElasticityConfigError(
             f"elasticity.micro_batch_sizes has {max(section['micro_batch_sizes'])}, which exceeds "
@@ -130,6 +125,7 @@ def _refuse(ds_config: Section, section: Section) -> None:
             f"{', '.join(stated)} cannot be combined with `elasticity`, which computes the batch.",
             fix="leave it out, or set elasticity.ignore_non_elastic_batch_info to true.",
         )
+    return section
 
 
 def _count(value: Any) -> bool:

@@ -380,8 +380,9 @@ class CheckOverflow:
         Args:
             param_groups: Lists of parameters; None for those of the constructor.
         """
-        given = None if param_groups is None else chain.from_iterable(param_groups)
-        return self.has_overflow(self.params if given is None else given)
+        return self.has_overflow(
+            self.params if param_groups is None else chain.from_iterable(param_groups)
+        )
 
     def has_overflow_serial(self, params: Iterable[nn.Parameter]) -> bool:
         """Return whether a gradient on this rank is not finite."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import json
 import re
 import shutil
 import tempfile
@@ -20,11 +19,10 @@ import torch
 from torch import nn
 
 from ...base.errors import CheckpointError
-from ...checkpoint import files
 from ...checkpoint.convert import convert_to_safetensors
 from ...checkpoint.export import save_torch
 from ...checkpoint.format import MANIFEST
-from ...checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards, shard_names
+from ...checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards, write_index
 from ...checkpoint.read import LazyTensor, open_checkpoint, tensors_of
 from ...checkpoint.safetensors_file import dtype_of
 from ...checkpoint.staging import in_turn, staged_output
@@ -235,28 +233,18 @@ def _write_torch_shards(lazy: dict[str, LazyTensor], out: Path, most: int) -> No
 
     Tied names are in the file of their tensor.
     """
+    stored = {name: each.name for name, each in lazy.items()}
+    entries = [each.entry for name, each in lazy.items() if name == each.name]
+    shards = plan_shards(entries, most, "pytorch_model", "bin")
     with staged_output(out) as draft:
-        _write_torch_files(lazy, draft.path, most)
+        for file, infos in shards.items():
+            whole = {info.name: lazy[info.name].contiguous() for info in infos}
+            state = {name: whole[own] for name, own in stored.items() if own in whole}
+            save_torch(state, draft.path / file)
+        write_index(draft.path / BIN_INDEX, shards, stored)
         draft.publish_folder(
             ("pytorch_model.bin", "pytorch_model-*-of-*.bin", BIN_INDEX), BIN_INDEX
         )
-
-
-def _write_torch_files(lazy: dict[str, LazyTensor], out: Path, most: int) -> None:
-    shards = plan_shards([each.entry for name, each in lazy.items() if name == each.name], most)
-    names = shard_names(len(shards), "pytorch_model", "bin")
-    where: dict[str, str] = {}
-    for file, entries in zip(names, shards, strict=True):
-        whole = {entry.name: lazy[entry.name].contiguous() for entry in entries}
-        state = {name: whole[each.name] for name, each in lazy.items() if each.name in whole}
-        save_torch(state, out / file)
-        where |= dict.fromkeys(state, file)
-    if len(names) > 1:
-        total = sum(entry.nbytes for entries in shards for entry in entries)
-        text = json.dumps(
-            {"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True
-        )
-        files.write_text(out / BIN_INDEX, text + "\n")
 
 
 def _bytes_of(size: str | int | None) -> int:
