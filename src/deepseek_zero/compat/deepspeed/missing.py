@@ -21,7 +21,7 @@ PLANNED = (PIPELINE, SEQUENCE)  # the reasons of names that are planned; all oth
 
 DOMINO = "Domino is not planned"
 GATHERS = "the engine gathers parameters; use zero.GatheredParameters"
-INFERENCE = "inference engines are not planned; a stage 3 engine's eval() and generate() serve"
+INFERENCE = "inference kernels are not planned; a stage 3 engine's eval() and generate() serve"
 KERNELS = "compiled kernels are not planned: nothing here needs a compiler"
 LOADERS = "engine.deepspeed_io makes loaders"
 LOW_LEVEL = "it links DeepSpeed's inner tensors; safe_get_* and safe_set_* serve"
@@ -37,9 +37,8 @@ MISSING: dict[str, dict[str, str]] = {
         LOADERS: "DeepSpeedDataLoader",
         "it always is: engine.compile()": "is_compile_supported",
         INFERENCE: (
-            "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig "
-            "inference DeepSpeedHybridEngine module_inject replace_transformer_layer "
-            "revert_transformer_layer"
+            "default_inference_config DeepSpeedInferenceConfig inference DeepSpeedHybridEngine "
+            "module_inject replace_transformer_layer revert_transformer_layer"
         ),
         KERNELS: "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
         DOMINO: "domino",

@@ -17,6 +17,7 @@ PROVIDED: dict[str, dict[str, str]] = {
             "LION_OPTIMIZER ZeROOptimizer"
         ),
         "deepseek_zero.compat.deepspeed.git_version_info": "git_branch git_hash version",
+        "deepseek_zero.compat.deepspeed.inference": "init_inference",
     },
     "deepspeed.accelerator.abstract_accelerator": {
         "deepseek_zero.compat.deepspeed.accelerator": "DeepSpeedAccelerator",
@@ -104,6 +105,9 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.compat.deepspeed.git_version_info": (
             "accelerator_name git_branch git_hash installed_ops torch_info version"
         ),
+    },
+    "deepspeed.inference.engine": {
+        "deepseek_zero.compat.deepspeed.inference": "InferenceEngine",
     },
     "deepspeed.launcher.constants": {
         "deepseek_zero.compat.deepspeed.multinode_runner": "PDSH_MAX_FAN_OUT",

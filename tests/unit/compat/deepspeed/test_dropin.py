@@ -94,19 +94,19 @@ def test_version_equals_its_dunder_name(as_deepspeed: None) -> None:
 
 
 def test_an_unsupported_class_can_be_referenced_but_not_instantiated(as_deepspeed: None) -> None:
-    from deepspeed import InferenceEngine as same
-    from deepspeed import init_inference
-    from deepspeed.inference.engine import InferenceEngine
+    from deepspeed import DeepSpeedHybridEngine as same
+    from deepspeed import replace_transformer_layer
+    from deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 
-    class Mine(InferenceEngine):
+    class Mine(DeepSpeedHybridEngine):
         pass
 
     assert (
-        same is InferenceEngine
+        same is DeepSpeedHybridEngine
         and not isinstance(object(), same)
-        and same.__module__ == "deepspeed.inference.engine"
+        and same.__module__ == "deepspeed.runtime.hybrid_engine"
     )
-    for call in (same, Mine, init_inference):
+    for call in (same, Mine, replace_transformer_layer):
         with pytest.raises(
             NotBuiltError,
             match=r"deepspeed\..* is not provided .*\n.*eval\(\) and generate\(\) serve",
@@ -151,9 +151,9 @@ def test_an_unknown_name_raises_an_error_with_the_existing_names(as_deepspeed: N
     import deepspeed
 
     with pytest.raises(
-        NotBuiltError, match=r"deepspeed\.init_inference is not provided .*\n.*stage 3"
+        NotBuiltError, match=r"deepspeed\.revert_transformer_layer is not provided .*\n.*stage 3"
     ):
-        deepspeed.init_inference(None)
+        deepspeed.revert_transformer_layer(None)
     with pytest.raises(
         UnknownNameError, match=r"deepspeed\.initialise is not provided .*\n.*initialize,"
     ) as caught:
