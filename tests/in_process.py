@@ -33,6 +33,7 @@ from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.extensions.group_parts import group_parts
 from deepseek_zero.extensions.state_dicts import StateDicts
+from deepseek_zero.optim.shard_set import ShardSet
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
 from deepseek_zero.planner.plan import plan_model
@@ -482,4 +483,4 @@ def optimizer_over(
 ) -> ShardedOptimizer:
     """Return an optimizer over the shards of a wrapped model."""
     groups = [{"params": list(runtime.model.parameters())}]
-    return ShardedOptimizer(runtime, groups, make, StepSettings(max_norm=max_norm))
+    return ShardedOptimizer(ShardSet(runtime, groups, make, StepSettings(max_norm=max_norm)))

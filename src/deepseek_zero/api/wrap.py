@@ -36,6 +36,7 @@ from ..engine.optimizer import adopting, client_states, forget_others
 from ..engine.request import Request, parameters_of
 from ..engine.start import example_of, facts_of, prepare_process
 from ..extensions.policies import policies_of
+from ..optim.shard_set import ShardSet
 from ..optim.sharded import ShardedOptimizer
 from ..optimizers.registry import granularity_of, resolve_optimizer
 from ..sharding.param_group import ParamGroup
@@ -317,7 +318,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
                 granularity=tuple(granularity_of(self.client, group) for group in groups),
             )
             states = client_states(self.client, runtime.plan.mesh.coordinates["tp"])
-            self.sharded = ShardedOptimizer(
+            shards = ShardSet(
                 runtime,
                 groups,
                 adopting(self.client),
@@ -326,6 +327,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
                 initial_states=states,
                 policies=policies_of(parts.policies, settings, runtime, type(self.client)),
             )
+            self.sharded = ShardedOptimizer(shards)
         return self.sharded
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

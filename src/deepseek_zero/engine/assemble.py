@@ -23,6 +23,7 @@ from ..extensions.state_dicts import StateDicts
 from ..extensions.ties import refuse_modules, refuse_owned, tie_shared
 from ..extensions.tuning import tune_sizes
 from ..extensions.zero_init import ready_units
+from ..optim.shard_set import ShardSet
 from ..optim.sharded import ShardedOptimizer
 from ..optim.step_settings import StepSettings
 from ..planner.auto_wrap_policy import read_model
@@ -224,7 +225,7 @@ def _optimizer_of(
     if chosen.make is None or chosen.cls is None:
         return None
     optimizer_class = rules.optimizer_class(chosen.cls, plan.settings)
-    return optimizer_class(
+    shards = ShardSet(
         runtime,
         chosen.groups,
         chosen.make,
@@ -234,6 +235,7 @@ def _optimizer_of(
         chosen.states,
         policies_of(policies, settings, runtime, chosen.cls),
     )
+    return optimizer_class(shards)
 
 
 def _compare(capabilities: list[Capability], comm: Comm) -> Capabilities:

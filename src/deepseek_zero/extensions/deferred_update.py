@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optim.master_shard import Tile, tiles_by_group
+from ..optim.master_shard import Tile, collected, tiles_by_group
+from ..optim.offloaded_states import prefetch
 from ..optim.tile_memory import TilePrefetcher
 from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.updater import Decision, Hypers, Updater
@@ -39,7 +40,7 @@ class DeferredUpdate(UpdatePolicy):
 
     def attach(self, optimizer: Stepping) -> None:
         self._updater = optimizer.updater
-        self._tiles = self._updater.prefetcher(())
+        self._tiles = prefetch((), collected, self._updater.moments, self._updater.settings)
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
         """Record shards of offloaded weights that are updated when their states are next read.
@@ -52,7 +53,7 @@ class DeferredUpdate(UpdatePolicy):
         if not tiles:
             return
         updater = self._updater
-        self._tiles = updater.prefetcher(tiles)
+        self._tiles = prefetch(tiles, collected, updater.moments, updater.settings)
         updater.has_run = True
         self._decision = replace(due, hypers=due.hypers or hypers_of(updater.inner))
         self._tiles_left = tiles_by_group(tiles)
@@ -71,9 +72,9 @@ class DeferredUpdate(UpdatePolicy):
         Raises:
             UsageError: An earlier update failed.
         """
-        if self._updater.is_busy:
+        if self._updater.guard.is_busy:
             return
-        self._updater.refuse_mixture()
+        self._updater.guard.refuse_mixture()
         while self._update_next():
             pass
 
@@ -86,7 +87,7 @@ class DeferredUpdate(UpdatePolicy):
         Raises:
             UsageError: An earlier update failed.
         """
-        self._updater.refuse_mixture()
+        self._updater.guard.refuse_mixture()
         while self._tiles_left[group]:
             self._update_next()
 
@@ -95,7 +96,7 @@ class DeferredUpdate(UpdatePolicy):
     discard = flush
 
     def _update_next(self) -> bool:
-        with self._updater.guard_mixture():
+        with self._updater.guard.guard_mixture():
             tile = self._tiles.next()
             if tile is None:
                 return False

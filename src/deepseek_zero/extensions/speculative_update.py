@@ -37,7 +37,7 @@ from ..base.memory import offer_pages
 from ..base.quantities import format_bytes
 from ..optim.master_shard import MasterShard, Tile, Tiles, collected
 from ..optim.moments import Moments
-from ..optim.offloaded_states import staged_ranges, storage_ranges
+from ..optim.offloaded_states import prefetch, staged_ranges, storage_ranges
 from ..optim.tile_memory import Scratch, StorageRange
 from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.updater import Decision, Updater
@@ -187,8 +187,9 @@ class SpeculativeUpdate(UpdatePolicy):
 
     def _update_tiles(self, tiles: Sequence[Tile], decision: Decision) -> None:
         """Update tiles by the expected decision, and log their earlier bytes."""
-        flow = self.updater.prefetcher(tiles, decision.source)
-        with self.updater.guard_mixture():
+        updater = self.updater
+        flow = prefetch(tiles, decision.source, updater.moments, updater.settings)
+        with self.updater.guard.guard_mixture():
             while (tile := flow.next()) is not None:
                 for _, shard in tile:
                     self.log.note(shard)
@@ -266,7 +267,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self._is_off = True
         self.undone += len(self._done)
         self._forget()
-        with self.updater.guard_mixture():
+        with self.updater.guard.guard_mixture():
             self.log.undo()
 
     finish = flush

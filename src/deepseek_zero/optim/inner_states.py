@@ -31,7 +31,7 @@ def reset_states(shards: ShardSet) -> dict[Tensor, dict[str, Any]]:
 
 def discard_updates(shards: ShardSet) -> None:
     """Discard all unfinished updates, because other states are about to be loaded."""
-    shards.updater.refuse_mixture()
+    shards.updater.guard.refuse_mixture()
     for policy in shards.policies:
         policy.discard()
 

@@ -24,11 +24,7 @@ GradSource = Callable[[ParamGroup], GradSum]  # the gradient that a group is upd
 
 
 def collected(group: ParamGroup) -> GradSum:
-    """Return the object with the reduced gradient of the current step.
-
-    Args:
-        group: The parameter group to which the gradient belongs.
-    """
+    """Return the reduced gradient of a group in the current step."""
     return group.gradient.sum
 
 
@@ -83,34 +79,21 @@ class MasterShard:
         return self.group.comm_ctx.comm.rank
 
     def grad(self, source: GradSource) -> Tensor | None:
-        """Return the gradient of the shard in the shape of `param`, or None if there is none.
-
-        Args:
-            source: A function that returns the reduced gradient of a parameter group: that of the
-                current step, or a delayed one.
-        """
+        """Return the gradient of the shard in the shape of `param`, or None if there is none."""
         if self.is_absent(source):
             return None
         part = source(self.group).read(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
 
     def is_absent(self, source: GradSource) -> bool:
-        """Return whether no parameter of the shard has a gradient, so the shard is not updated.
-
-        Args:
-            source: A function that returns the reduced gradient of a parameter group.
-        """
+        """Return whether no parameter of the shard has a gradient, so the shard is not updated."""
         absent = source(self.group).absent
         if not absent:
             return False
         return {self.group.members[number].name for number in absent}.issuperset(self.names)
 
     def load_values(self, scratch: Scratch) -> None:
-        """Load the main weight into `param` before the optimizer updates it.
-
-        Args:
-            scratch: The buffers that receive the values if they are not updated in place.
-        """
+        """Load the main weight into `param`, through `scratch` unless it is updated in place."""
         self.group.guard.before_write()
         values = self.master.in_place_view(self.start, self.stop)
         home = self.master.update_device
@@ -128,11 +111,9 @@ class MasterShard:
         """Store the updated values of `param` in the main weight, and free them in `param`.
 
         Args:
-            scratch: Provides the tensor that `param` holds between updates if it is not updated in
-                place.
+            scratch: Has the placeholder that `param` holds between updates.
             random: Random bits for main weights that are stored with stochastic rounding.
-            keep: Whether to first write the values of `param` to the main weight. False after an
-                error.
+            keep: Whether to write the values to the main weight; False after an error.
         """
         if keep and self.master.in_place_view(self.start, self.stop) is None:
             self.master.write_consuming(self.start, self.stop, self.param.data.reshape(-1), random)
@@ -163,9 +144,5 @@ class Tiles:
 
 
 def tiles_by_group(tiles: Iterable[Tile]) -> Counter[ParamGroup]:
-    """Count the lists of shards (tiles) that contain a part of each parameter group.
-
-    Args:
-        tiles: Lists of shards that are updated together.
-    """
+    """Count the tiles that contain a part of each parameter group."""
     return Counter(group for tile in tiles for group in {shard.group for _, shard in tile})

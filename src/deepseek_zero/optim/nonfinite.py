@@ -19,6 +19,7 @@ from ..base.nested import map_tensors
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
+from .verdict import StepResult
 
 NOT_FOUND = 1 << 30
 LATER = "If the next step is like it, the unit where it begins is named."
@@ -42,30 +43,27 @@ class NonFiniteReport:
         self.watches = watches or not self.is_usual
         self.in_a_row = 0
 
-    def after_step(
-        self, squares: Sequence[float], *, is_finite: bool, skipped: bool, step: int
-    ) -> Unit | None:
+    def after_step(self, result: StepResult) -> Unit | None:
         """Log a non-finite step, and find the unit in which the first non-finite value occurred.
 
-        Call it after every step that was not finite, and after the first finite step that follows.
-
         Args:
-            squares: The sum of squares of each trained group's gradient.
-            is_finite: Whether the gradient norm of the step was finite.
-            skipped: Whether the step changed no state.
-            step: The number of the step, for the log.
+            result: The result of the step.
 
         Returns:
-            The unit; None if it is unknown.
+            The unit; None if it is unknown or the step was finite.
 
         Note:
             Collective from the second non-finite step in a row.
         """
+        verdict = result.verdict
+        if verdict.is_finite and not self.in_a_row:
+            return None
         watcher = self.runtime.step.nonfinite
         self.runtime.step.nonfinite = None
-        if is_finite:
+        if verdict.is_finite:
             self.in_a_row = 0
             return None
+        squares = verdict.by_group
         self.in_a_row += 1
         unit = None
         if isinstance(watcher, NonFiniteDetector):
@@ -74,7 +72,8 @@ class NonFiniteReport:
             self.runtime.step.nonfinite = NonFiniteDetector()
         # Log the 1st, 2nd, 4th, 8th ... such step
         if not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0:
-            log_once(self._describe(squares, unit, skipped=skipped, step=step), logging.WARNING)
+            text = self._describe(squares, unit, skipped=result.overflow, step=result.number)
+            log_once(text, logging.WARNING)
         return unit
 
     def _describe(

@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from ..planner.spec import S
 from ..sharding.grad_sum import GradSum
 from ..tiers.tier import COMPLETED, CopyEvent, StagedTile
 from .master_shard import GradSource, MasterShard, Tile, collected
 from .moments import Moments
-from .tile_memory import StorageRange
+from .tile_memory import PrefetchSettings, StorageRange, TilePrefetcher
 
 
-def ranges_of_tile(
-    tile: Tile, moments: Moments, source: GradSource, after: CopyEvent
-) -> Iterator[StorageRange]:
-    """Yield the ranges that are fetched before the update of a tile, and stored after it.
+def prefetch(
+    tiles: Sequence[Tile], source: GradSource, moments: Moments, settings: PrefetchSettings
+) -> TilePrefetcher[Tile]:
+    """Return a prefetcher for the states that the updates of tiles use.
+
+    Work that is given to the training device after this call must not change these states.
 
     Args:
-        tile: The shards that are updated together.
-        moments: The states of the inner optimizer.
+        tiles: The tiles, in the order of their updates.
         source: A function that returns the reduced gradient of a parameter group.
-        after: Event of the device after which it does not change the states.
+        moments: The states of the inner optimizer.
+        settings: How many tiles may be in transfer between memories at the same time.
     """
+    after: CopyEvent = COMPLETED
+    if tiles:
+        after = tiles[0][0][1].group.comm_ctx.copy_engine.now()
+    ranges = partial(_ranges_of_tile, moments=moments, source=source, after=after)
+    return TilePrefetcher(tiles, ranges, settings)
+
+
+def _ranges_of_tile(
+    tile: Tile, moments: Moments, source: GradSource, after: CopyEvent
+) -> Iterator[StorageRange]:
+    """Yield the ranges that are fetched before the update of a tile, and stored after it."""
     for _, shard in tile:
         if shard.group.plan.is_offloaded and not shard.is_absent(source):
             yield from storage_ranges(shard, source)

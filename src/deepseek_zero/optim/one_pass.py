@@ -246,8 +246,8 @@ class OnePass:
     def update_shard(
         self,
         shard: MasterShard,
-        grad: Tensor,
-        group: GroupUpdate,
+        grad: Tensor | None,
+        group: GroupUpdate | None,
         moments: Moments,
         factor: float,
         chance: StochasticRounding,
@@ -256,8 +256,8 @@ class OnePass:
 
         Args:
             shard: The shard whose main weight and moments are updated.
-            grad: The gradient, in the shape of the shard's `param`.
-            group: The update of the parameter group to which the shard belongs.
+            grad: The gradient, in the shape of the shard's `param`; None if there is none.
+            group: The update of the shard's parameter group; None if no kernel computes it.
             moments: The moments of the optimizer.
             factor: The factor by which the gradient is multiplied first.
             chance: The source of random bits for stochastic rounding.
@@ -265,6 +265,8 @@ class OnePass:
         Returns:
             False if PyTorch has to update the shard. Nothing has changed then.
         """
+        if grad is None or group is None or not shard.has_kernel:
+            return False
         variant = self.variant(shard.param, group)
         if variant is None:
             return False

@@ -8,19 +8,17 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 from ..comm.agreement import agree, agree_on, values_in
 from ..sharding.runtime import Runtime
-from .initial_states import InitialStates
 from .shard_set import ShardSet
 from .verdict import Verdict, absent_among
 
 
-def compare_optimizers(shards: ShardSet, initial_states: InitialStates | None) -> None:
+def compare_optimizers(shards: ShardSet) -> None:
     """Raise an error on every rank if the optimizers of the ranks differ.
 
     The number of shards may differ between ranks.
 
     Args:
         shards: The shards of this rank's optimizer.
-        initial_states: The states that the user's optimizer already had; None if there are none.
 
     Note:
         Collective: every rank must call it.
@@ -33,8 +31,8 @@ def compare_optimizers(shards: ShardSet, initial_states: InitialStates | None) -
         for key, value in group.items():
             if isinstance(value, (bool, int, float, str, tuple)):
                 values[f"{key} of parameter group {number}"] = value
-    if initial_states is not None:
-        for number, line in enumerate(initial_states.describe()):
+    if shards.initial_states is not None:
+        for number, line in enumerate(shards.initial_states.describe()):
             values[f"initial state {number}"] = line
     agree_on(
         shards.runtime.comm,

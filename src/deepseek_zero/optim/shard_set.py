@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import NotBuiltError, UsageError
+from ..comm.agreement import AllRanks
 from ..optimizers.plain_steps import undecorated
 from ..planner.split import split_of
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
@@ -26,7 +27,7 @@ from .initial_states import InitialStates, makes_states, state_of_first_step, st
 from .master_shard import MasterShard, Tile, Tiles
 from .moments import Moments
 from .one_pass import planned_layout
-from .param_groups import are_updated_on_cpu, prefer_fused
+from .param_groups import are_updated_on_cpu, prefer_fused, with_replacements
 from .param_overlap import ParamOverlap, overlaps_of
 from .step_settings import StepSettings, update_settings_of
 from .tile_memory import Scratch
@@ -46,6 +47,7 @@ class ShardSet:
         settings: The settings of the optimizer step, such as tile sizes.
         policies: The update policies, the same on every rank.
         scaler: The loss scaler, if losses are scaled.
+        initial_states: The states that the user's optimizer already had; None if there are none.
         scratch: The buffers in which tiles are updated.
         uncut: For each parameter group, whether its update needs whole tensors.
         params_by_group: The parameters of each parameter group.
@@ -61,28 +63,36 @@ class ShardSet:
         self,
         runtime: Runtime,
         groups: Sequence[dict[str, Any]],
+        make_inner: Callable[[list[dict[str, Any]]], Optimizer],
         settings: StepSettings,
-        scaler: LossScaler | None,
-        planned: UpdatePlan | None,
-        policies: Sequence[UpdatePolicy],
+        scaler: LossScaler | None = None,
+        planned: UpdatePlan | None = None,
+        initial_states: InitialStates | None = None,
+        policies: Sequence[UpdatePolicy] = (),
     ) -> None:
-        """Cut the parameter groups into shards.
+        """Cut the parameter groups into shards, and build the inner optimizer over them.
 
         Args:
             runtime: The runtime of the wrapped model, with its parameter groups.
             groups: The optimizer's parameter groups, with parameters of the wrapped model.
-            settings: The settings of the optimizer step, such as tile sizes.
+            make_inner: Builds the inner optimizer from groups of shards.
+            settings: The settings of the optimizer step, such as the clipping norm and tile sizes.
             scaler: The loss scaler, if losses are scaled.
-            planned: The plan of the shards. By default it is made here.
+            planned: The optimizer's part of the plan by which the model was wrapped. By default it
+                is made here.
+            initial_states: The states that the user's optimizer already had; None if there are
+                none.
             policies: The update policies, the same on every rank.
 
         Note:
             Collective if `planned` is None and a group needs whole tensors.
         """
+        groups = with_replacements(groups)
         self.runtime = runtime
         self.settings = settings
-        self.policies = policies
+        self.policies = tuple(policies)
         self.scaler = scaler
+        self.initial_states = initial_states
         self.uncut = [
             number < len(settings.granularity) and settings.granularity[number] != "element"
             for number in range(len(groups))
@@ -96,7 +106,6 @@ class ShardSet:
         self.inner: Optimizer
         self.moments: Moments
         self.updater: Updater
-        self._initial_states: InitialStates | None = None
         self._has_states_at_construction = False
         if planned is not None:
             self.shards_by_group = self._built(planned)
@@ -107,33 +116,25 @@ class ShardSet:
                 for group, uncut in zip(groups, self.uncut, strict=True)
             ]
             planned = self._planned("", groups)  # the optimizer's class is not known yet
-        self.tiles = tiles_of(planned, self.shards_by_group)
         self.scratch.grow(planned.fullest_tiles)
         self._reserve_staging(planned)
+        self._build_inner(groups, make_inner)
 
-    def build_inner(
+    def _build_inner(
         self,
         groups: Sequence[dict[str, Any]],
         make_inner: Callable[[list[dict[str, Any]]], Optimizer],
-        initial_states: InitialStates | None,
     ) -> None:
-        """Build the inner optimizer over the shards.
-
-        Args:
-            groups: The optimizer's parameter groups, with parameters of the wrapped model.
-            make_inner: Builds the inner optimizer from groups of shards.
-            initial_states: The states that the user's optimizer already had; None if there are
-                none.
-        """
         sliced = [
             {**group, "params": [shard.param for shard in shards]}
             for group, shards in zip(groups, self.shards_by_group, strict=True)
         ]
         with undecorated():
             self.inner = make_inner(sliced)
-        self._initial_states = initial_states
         # Adagrad makes its state at construction
-        self._has_states_at_construction = initial_states is not None or makes_states(self.inner)
+        self._has_states_at_construction = self.initial_states is not None or makes_states(
+            self.inner
+        )
         self.moments = Moments(self.inner, self.scratch)
         clock = self.runtime.comm.meter.clock
         numel = sum(shard.numel for shard in self.all())
@@ -158,7 +159,7 @@ class ShardSet:
 
         Afterwards every state is as the last step left it.
         """
-        self.updater.refuse_mixture()
+        self.updater.guard.refuse_mixture()
         for policy in self.policies:
             policy.finish()
 
@@ -253,20 +254,26 @@ class ShardSet:
         self._add_missing_states(number, shards)
 
     def take_initial_states(self) -> None:
-        """Cut the states that the user's optimizer already had into states of the shards."""
-        states = self._initial_states
-        assert states is not None
-        for number, shards in enumerate(self.shards_by_group):
-            self.shards_by_group[number] = self._with_initial_states(shards)
-        self.replan()
-        states.release_trained()
+        """Cut the states that the user's optimizer already had into states of the shards.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        states = self.initial_states
+        if states is None:
+            return
+        with AllRanks(self.runtime.comm, "taking over the state of the optimizer"):
+            for number, shards in enumerate(self.shards_by_group):
+                self.shards_by_group[number] = self._with_initial_states(shards)
+            self.replan()
+            states.release_trained()
 
     def _with_initial_states(self, shards: Sequence[MasterShard]) -> list[MasterShard]:
         """Return new shards with the state of the client's optimizer.
 
         Shards whose parameters have different counters are cut.
         """
-        states = self._initial_states
+        states = self.initial_states
         if states is None:
             return list(shards)
         found = list[MasterShard]()

@@ -7,7 +7,7 @@ shards. step.py runs a step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,21 +15,14 @@ from torch.optim import Optimizer
 
 from ..base.device import ScalesItself, adopt_step_hooks
 from ..base.errors import UsageError
-from ..comm.agreement import AllRanks
 from ..comm.collectives import propagate_errors
-from ..planner.update import UpdatePlan
-from ..precision.loss_scale import LossScaler
-from ..sharding.runtime import Runtime
 from .executor_updates import ExecutorUpdates
-from .initial_states import InitialStates
 from .inner_states import load_saved_states, load_states, saved_states
 from .master_shard import MasterShard, Tiles
-from .param_groups import with_replacements
 from .rank_agreement import compare_optimizers
 from .shard_set import ShardSet
 from .step import Step
 from .step_message import StepMessage
-from .step_settings import StepSettings
 from .update_policy import UpdatePolicy
 from .verdict import StepResult
 
@@ -44,65 +37,41 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     update them: `moments` (the states of `inner`), `updater`, and the buffers in `scratch`.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        groups: Sequence[dict[str, Any]],
-        make_inner: Callable[[list[dict[str, Any]]], Optimizer],
-        settings: StepSettings,
-        scaler: LossScaler | None = None,
-        planned: UpdatePlan | None = None,
-        initial_states: InitialStates | None = None,
-        policies: Sequence[UpdatePolicy] = (),
-    ) -> None:
-        """Build the optimizer over the shards of this rank.
+    def __init__(self, shards: ShardSet) -> None:
+        """Start the optimizer over the shards of this rank.
 
         Args:
-            runtime: The runtime of the wrapped model, with its parameter groups.
-            groups: The parameter groups, with the parameters of the wrapped model.
-            make_inner: Builds the inner optimizer from groups of shards.
-            settings: The settings of the optimizer step, such as the clipping norm and tile sizes.
-            scaler: The loss scaler, if losses are scaled.
-            planned: The optimizer's part of the plan by which the model was wrapped. By default it
-                is made here.
-            initial_states: The states that the user's optimizer already had; None if there are
-                none.
-            policies: The update policies, the same on every rank.
+            shards: The shards, over which the inner optimizer was built.
 
         Note:
             Collective: every rank must call it.
         """
-        self.policies = tuple(policies)
-        self.runtime = runtime
-        self.settings = settings
-        self.scaler = scaler
-        groups = with_replacements(groups)
+        self.shard_set = shards
+        self.policies = shards.policies
+        self.runtime = shards.runtime
+        self.settings = shards.settings
+        self.scaler = shards.scaler
+        self.inner = shards.inner
+        self.moments = shards.moments
+        self.updater = shards.updater
+        self.scratch = shards.scratch
         self.overflow = False
         self.steps = 0  # calls of `step`
         # A weak reference to the engine's `step_now` if an engine owns the optimizer
         self.take_step: Callable[[], Callable[[], None] | None] = lambda: None
         self.last: StepResult | None = None
         self.last_norm = 0.0  # gradient norm of the last step that was not skipped
-        self.shard_set = ShardSet(runtime, groups, settings, scaler, planned, self.policies)
-        self.scratch = self.shard_set.scratch
-        self.shard_set.build_inner(groups, make_inner, initial_states)
-        self.inner = self.shard_set.inner
-        self.moments = self.shard_set.moments
-        self.updater = self.shard_set.updater
         for policy in self.policies:
             policy.attach(self)
         adopt_step_hooks(self, self.inner)  # they run around this optimizer's step
-        compare_optimizers(self.shard_set, initial_states)
-        if initial_states is not None:
-            with AllRanks(runtime.comm, "taking over the state of the optimizer"):
-                self.shard_set.take_initial_states()
-        for group in runtime.trained_groups:
+        compare_optimizers(shards)
+        shards.take_initial_states()
+        for group in self.runtime.trained_groups:
             group.optimizer = weakref.ref(self)
-        self._step = Step(self.shard_set)
-        self._step.follow_params()
-        self.shard_set.compile_kernels()
-        self._executor_updates = ExecutorUpdates(self.shard_set, weakref.ref(self))
-        runtime.reductions.updates = weakref.ref(self._executor_updates)
+        self._step = Step(shards)
+        shards.compile_kernels()
+        self._executor_updates = ExecutorUpdates(shards, weakref.ref(self))
+        self.runtime.reductions.updates = weakref.ref(self._executor_updates)
 
     # The attributes of torch.optim.Optimizer are those of the inner optimizer. Its __init__ is not
     # called, because it would require parameters.
@@ -136,14 +105,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def loss_scale(self) -> float:
         """The current loss scale, by which losses are multiplied."""
         return self.scaler.scale if self.scaler is not None else 1.0
-
-    @property
-    def grad_scale(self) -> float:
-        """The factor by which the gradients are still multiplied: the loss scale.
-
-        It is 1.0 if ranks exchange momenta in place of gradients.
-        """
-        return self._step.grad_scale
 
     def policy(self, cls: type[P]) -> P | None:
         """Return the update policy of this class, or None if the optimizer has none."""
@@ -185,9 +146,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
         Args:
             closure: Must be None, because a closure would run a forward during the update.
-            message: A function that returns values to send to all ranks together with the gradient
-                norm, as in `update`.
-            number: The number of this step in log messages, as in `update`.
+            message: As in `update`.
+            number: As in `update`.
 
         Note:
             Collective: every rank must call it.
@@ -234,10 +194,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.last_norm = self.last.norm
 
     def finish(self) -> None:
-        """Run pending updates, and undo updates that ran ahead of their step.
-
-        Afterwards every state is as the last step left it.
-        """
+        """Run or undo pending updates, so that every state is as the last step left it."""
         self.shard_set.finish()
 
     def flush(self) -> None:
@@ -277,11 +234,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return {**saved_states(self.shard_set), "scaler": scaler, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same rank, world size and stage.
-
-        Args:
-            state: The result of `state_dict`.
-        """
+        """Load a `state_dict` of the same rank, world size and stage."""
         load_saved_states(self.shard_set, state)
         self.steps = int(state.get("steps", self.updater.updates))
         if self.scaler is not None and state.get("scaler") is not None:

@@ -12,6 +12,8 @@ from ..base.device import mark_stepped
 from ..comm.collectives import propagate_errors
 from ..comm.pending import Pending
 from ..planner.messages import MAX_IN_FLIGHT
+from ..sharding.late_gradients import reduce_late
+from .master_shard import tiles_by_group
 from .model_pieces import agree_over_pieces
 from .nonfinite import NonFiniteReport
 from .rank_agreement import refuse_disagreement, report_idle
@@ -35,6 +37,7 @@ class Step:
         self._idle_steps = 0  # steps in which no rank had a gradient
         watches = any(policy.watches_overflows for policy in self.policies)
         self._nonfinite = NonFiniteReport(self.runtime, shards.scaler, watches=watches)
+        self._follow_params()
 
     def run(self, message: Callable[[], StepMessage], number: int) -> StepResult:
         """Update the weights from the reduced gradients, as `ShardedOptimizer.update`.
@@ -51,10 +54,10 @@ class Step:
         """
         shards = self.shards
         scaler = shards.scaler
-        shards.updater.refuse_mixture()
+        shards.updater.guard.refuse_mixture()
         for policy in self.policies:
             policy.before_step()
-        self.follow_params()
+        self._follow_params()
         verdict = self._agree(message)
         is_idle = verdict.flags.is_idle and bool(self.runtime.trained_groups)
         if is_idle:
@@ -62,19 +65,26 @@ class Step:
             report_idle(self.runtime, verdict, number, self._idle_steps)
         checks_finite = scaler is not None or shards.settings.check_finite
         overflow = checks_finite and not verdict.is_finite
-        norm = verdict.norm / self.grad_scale
+        is_scaled = scaler is not None and gradients_are_scaled(self.runtime)
+        grad_scale = scaler.scale if scaler is not None and is_scaled else 1.0
+        norm = verdict.norm / grad_scale
         result = StepResult(norm, overflow or is_idle, verdict, overflow, number)
+        decision = None
+        if not result.skipped:
+            factor = clip_factor(norm, shards.settings.max_norm) / grad_scale
+            decision = Decision(factor, shards.updater.updates + 1)
         with torch.no_grad(), propagate_errors(self.runtime.comm):
             self._prepare_gradients(verdict)
             if not is_idle:
                 for policy in self.policies:
                     policy.before_update(verdict)
-            self.conclude(self._decide(result))
+            self.conclude(decision)
             mark_stepped(shards.inner)  # for torch's learning-rate schedules
             self.runtime.after_step(drop=not shards.settings.keep_grads or result.skipped)
-            is_mended = self._report_nonfinite(result)
+            origin = self._nonfinite.after_step(result)
+            mended = [policy.after_update(result, origin) for policy in self.policies]
         rescale = 1.0
-        if scaler is not None and not is_mended and not is_idle:
+        if scaler is not None and not any(mended) and not is_idle:
             before = scaler.scale
             scaler.update(overflow)
             rescale = scaler.scale / before
@@ -82,16 +92,7 @@ class Step:
             policy.after_step(result, rescale)
         return result
 
-    @property
-    def grad_scale(self) -> float:
-        """The factor by which the gradients are still multiplied: the loss scale.
-
-        It is 1.0 if ranks exchange momenta in place of gradients.
-        """
-        scaler = self.shards.scaler
-        return scaler.scale if scaler is not None and gradients_are_scaled(self.runtime) else 1.0
-
-    def follow_params(self) -> None:
+    def _follow_params(self) -> None:
         """Restrict the gradient norm to the parameters that the optimizer updates."""
         updated = {id(param) for params in self.shards.params_by_group for param in params}
         for group in self.runtime.trained_groups:
@@ -107,7 +108,7 @@ class Step:
             if verdict.is_contradictory:
                 refuse_disagreement(runtime, verdict)
             if verdict.flags.any_late:
-                runtime.reductions.reduce_late()
+                reduce_late(runtime.reductions)
                 verdict = self._measure(extra)
         return verdict
 
@@ -129,29 +130,6 @@ class Step:
         if any(group.gradient.sum.absent for group in groups):
             # Parameters without a gradient get shards of their own, which are not updated.
             self.shards.cut_apart(lambda cover: cover.is_absent)
-
-    def _decide(self, result: StepResult) -> Decision | None:
-        """Return the factor and number of an update, or None to skip it."""
-        if result.skipped:
-            return None
-        factor = clip_factor(result.norm, self.shards.settings.max_norm) / self.grad_scale
-        return Decision(factor, self.shards.updater.updates + 1)
-
-    def _report_nonfinite(self, result: StepResult) -> bool:
-        """Report gradients that are not finite; return whether a policy removed their cause."""
-        verdict = result.verdict
-        origin = None
-        if not verdict.is_finite or self._nonfinite.in_a_row:
-            origin = self._nonfinite.after_step(
-                verdict.by_group,
-                is_finite=verdict.is_finite,
-                skipped=result.overflow,
-                step=result.number,
-            )
-        is_mended = False
-        for policy in self.policies:
-            is_mended |= policy.after_update(result, origin)
-        return is_mended
 
     def conclude(self, made: Decision | None) -> None:
         """Update by this step's decision, unless a policy replaces it by another one.
@@ -195,13 +173,13 @@ class Step:
         pending: list[Pending] = []
         # Only a few at a time, because each keeps its message in a borrowed buffer
         computing: deque[Pending] = deque()
-        left = {shard.group for tile in tiles for _, shard in tile}
+        left = tiles_by_group(tiles)  # the number of tiles that are not updated yet
         with closing(self.shards.updater.step_now(tiles, due)) as updates:
             for unit in self.runtime.units:
                 for group in unit.trained:
                     computes = group.weight_gather.computes
                     while group in left or (left and computes):
-                        left -= next(updates)
+                        left -= tiles_by_group([next(updates)])
                     if computes and len(computing) == MAX_IN_FLIGHT:
                         computing.popleft().wait()
                     under_way = computing if computes else pending

@@ -6,6 +6,7 @@ They travel in the all-gather of the gradient norm, so a step needs no further m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import torch
 
@@ -58,11 +59,9 @@ class StepMessage:
             For each field, one tuple of values per rank.
         """
         found: dict[str, list[tuple[float, ...]]] = {}
-        start = 0
+        readers = [iter(row) for row in rows]
         for name, values in self._values.items():
-            stop = start + len(values)
-            found[name] = [tuple(row[start:stop]) for row in rows]
-            start = stop
+            found[name] = [tuple(islice(reader, len(values))) for reader in readers]
         return found
 
     def exchange(self, comm: Comm, what: str) -> dict[str, list[tuple[float, ...]]]:

@@ -41,11 +41,9 @@ class Stepping(Protocol):
 class UpdatePolicy:
     """Base class of features that change when units are updated, or from which gradients.
 
-    By default, each step updates all units from its own gradients.
-
-    Extensions derive from this class. An optimizer has a sequence of policies, the same on every
-    rank, and calls each hook of all of them in order. A hook must not communicate unless its
-    docstring says that it is collective.
+    By default, each step updates all units from its own gradients. An optimizer has a sequence of
+    policies, the same on every rank, and calls each hook of all of them in order. A hook must not
+    communicate unless its docstring says that it is collective.
 
     Attributes:
         watches_overflows: Search for the unit with non-finite numbers even if a dynamic loss scale
@@ -64,9 +62,6 @@ class UpdatePolicy:
     def attach(self, optimizer: Stepping) -> None:
         """Store the optimizer, and check that it supports the policy, before the first step.
 
-        Args:
-            optimizer: The sharded optimizer whose updates the policy decides.
-
         Note:
             Collective in some policies: every rank must call it.
         """
@@ -76,11 +71,7 @@ class UpdatePolicy:
         return []
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """React to a new division of the main weights into shards.
-
-        Args:
-            tiles: The new lists of shards that are updated together.
-        """
+        """React to a new division of the main weights into shards."""
 
     def refuse_joining(self, what: str, fix: str) -> None:
         """Raise `UsageError` if no parameter can join the optimizer now.
@@ -93,11 +84,7 @@ class UpdatePolicy:
     # -- one step, in this order
 
     def after_reduce(self, unit: Unit) -> None:
-        """React to the end of a unit's gradient reduction, during backward.
-
-        Args:
-            unit: The unit whose gradient has been reduced.
-        """
+        """React to the end of a unit's gradient reduction, during backward."""
 
     def before_step(self) -> None:
         """Complete the updates that must have ended before the next step begins."""
@@ -105,23 +92,19 @@ class UpdatePolicy:
     def before_update(self, verdict: Verdict) -> None:
         """Examine the reduced gradients before the update uses them.
 
-        Args:
-            verdict: The gradient norm and the other facts that all ranks agreed on.
-
         Note:
             Collective: every rank must call it.
         """
 
     def due(self, made: Decision | None) -> Decision | None:
-        """Return with which factor and hyper-parameters this step updates the weights.
+        """Return the decision by which this step updates the weights; None updates nothing.
 
         Args:
-            made: The factor (clipping, unscaling) and the hyper-parameters for this step's own
-                gradients; None if these are discarded, for example after an overflow.
+            made: The decision from this step's own gradients; None if these are discarded, for
+                example after an overflow.
 
         Returns:
-            `made`, or the stored values of an earlier step if updates are delayed. None updates
-            nothing.
+            `made`, or the decision of an earlier step if updates are delayed.
         """
         return made
 
@@ -129,43 +112,38 @@ class UpdatePolicy:
         """Confirm or undo the updates that ran during backward.
 
         Args:
-            due: The factor and hyper-parameters with which this step updates the weights; None if
-                it updates nothing. Early updates that used other values are undone.
+            due: The decision by which this step updates the weights; None if it updates nothing.
+                Early updates by other decisions are undone.
 
         Returns:
-            The numbers of the units whose early updates are valid. The step must not update them
-            again.
+            The numbers of the units whose early updates are valid.
         """
         return frozenset()
 
     def keep(self, made: Decision | None) -> None:
-        """Store this step's factor and hyper-parameters for a later step, if updates are delayed.
-
-        A policy that delays updates also stores the gradients of the step.
+        """Store the gradients and the decision of this step for a later one, if that applies them.
 
         Args:
-            made: The factor and hyper-parameters for this step's own gradients; None if these are
-                discarded, for example after an overflow.
+            made: The decision from this step's own gradients; None if these are discarded.
         """
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
         """Store shards that need not be updated in the step, to update them later.
 
         Args:
-            tiles: Lists of shards that are updated together, of units that `conclude` did not
-                return.
-            due: The factor and hyper-parameters with which they have to be updated.
+            tiles: The shards of units that `conclude` did not return.
+            due: The decision by which they have to be updated.
         """
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
         """React to the result of a step, for example change the precision of a unit.
 
         Args:
-            result: The result of the step, including whether it was skipped.
+            result: The result of the step.
             origin: The unit in which the first non-finite value occurred; None if it is unknown.
 
         Returns:
-            True if the policy has removed the cause of an overflow. The loss scale then need not
+            Whether the policy has removed the cause of an overflow, so that the loss scale need not
             shrink.
 
         Note:
@@ -177,7 +155,7 @@ class UpdatePolicy:
         """Update the policy's own state at the end of a step.
 
         Args:
-            result: The result of the step, including whether it was skipped.
+            result: The result of the step.
             rescale: The new loss scale divided by the old one.
 
         Note:
@@ -204,11 +182,7 @@ class UpdatePolicy:
         return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore the policy's state from a checkpoint.
-
-        Args:
-            state: The result of `state_dict`; None if the checkpoint has none.
-        """
+        """Restore the result of `state_dict` from a checkpoint; None if it has none."""
 
     @property
     def keeps_own_states(self) -> bool:
@@ -216,12 +190,7 @@ class UpdatePolicy:
         return False
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Restore this rank's own states of one group from a checkpoint.
-
-        Args:
-            group: The parameter group to which the states belong.
-            saved: The saved states by name.
-        """
+        """Restore this rank's own states of one group, by name, from a checkpoint."""
 
     def states_loaded(self, rescale: float) -> None:
         """Adapt the policy to the states of a checkpoint after all of them have been loaded.

@@ -36,11 +36,7 @@ class StepFlags(NamedTuple):
 
     @classmethod
     def of_ranks(cls, rows: Sequence[Sequence[float]]) -> StepFlags:
-        """Return the flags of all ranks together.
-
-        Args:
-            rows: The flags of each rank, as numbers.
-        """
+        """Return the flags of all ranks together, from those of each rank as numbers."""
         late, edited, idle, graphless = zip(*rows, strict=True)
         return cls(any(late), any(edited), all(idle), any(graphless))
 
@@ -169,9 +165,6 @@ def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
     """Return the names of the parameters that have no gradient, so they are not updated.
 
     They are frozen, or the program has set their `.grad` to None.
-
-    Args:
-        groups: The parameter groups to search.
     """
     return [
         group.members[number].name

@@ -54,7 +54,7 @@ class GradReduction:
             what: The name of the unit, used in error messages.
 
         Returns:
-            A handle. The result may be read after its `wait()` has returned.
+            A handle, as from `reduce`.
 
         Note:
             Collective: every rank that holds the same slices must call it.

@@ -62,8 +62,6 @@ GRAD_MOVES = {
     (GradState.HELD, GradState.EMPTY),
 }
 _TILE_NUMEL = 1 << 24  # elements; for norms on an accelerator
-# The states that have a sum of the current step.
-_SUMMED = frozenset((GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED))
 
 
 class GradSum:
@@ -121,23 +119,19 @@ class GradSum:
         self._state = state
 
     def become(self, state: GradState) -> None:
-        """Change the state like `enter`; do nothing if the gradient is in this state already.
-
-        Args:
-            state: The new state.
-        """
+        """Change the state like `enter`; do nothing if the gradient is in this state already."""
         if self._state is not state:
             self.enter(state)
 
     @property
     def is_reduced(self) -> bool:
         """Return whether gradients of the current step have been reduced."""
-        return self._state in _SUMMED
+        return self.is_full and self._state is not GradState.HELD
 
     @property
     def is_full(self) -> bool:
         """Return whether the buffer holds a reduced gradient, of the current or an earlier step."""
-        return self._state in _SUMMED or self._state is GradState.HELD
+        return self._state not in (GradState.EMPTY, GradState.COLLECTING)
 
     def has(self, number: int) -> bool:
         """Return whether a parameter has a reduced gradient."""
@@ -235,7 +229,6 @@ class GradSum:
 
 # -- norms
 
-
 # A sum of squares, or parts of the gradient on an accelerator and norms of other parts: 1- and
 # 0-dimensional tensors, from which `read_squares` computes the sum.
 Squares = float | list[Tensor]
@@ -244,8 +237,7 @@ Squares = float | list[Tensor]
 def norms_of(values: Tensor) -> list[Tensor]:
     """Queue the norms of the parts of a flat tensor on the accelerator.
 
-    Args:
-        values: The tensor. Work that is queued later may overwrite it.
+    Work that is queued later may overwrite the tensor.
     """
     return double_norms(_tiles_of(values)) if values.numel() else []
 
@@ -289,8 +281,7 @@ def _squares_by_rank(total: GradSum) -> list[Squares]:
 def own_squares(total: GradSum) -> Squares:
     """Return the sum of squares of this rank's slice of a gradient.
 
-    Args:
-        total: The gradient; it must not change before `read_squares` has read the result.
+    The gradient must not change before `read_squares` has read the result.
     """
     group = total.group
     return _squares(group, total.own(), group.layout.bounds(group.comm_ctx.comm.rank)[0])
@@ -299,12 +290,8 @@ def own_squares(total: GradSum) -> Squares:
 def _squares(group: Group, values: Tensor, first: int) -> Squares:
     """Return the sum of squares of a gradient, without elements that the optimizer does not update.
 
-    The device that updates the group computes it, so every ZeRO stage gets the same bits.
-
-    Args:
-        group: The parameter group whose gradient is measured.
-        values: The elements, flat; they must not change before the sum is read.
-        first: The index of the first element in the flat buffer of the group.
+    The device that updates the group computes it, so every ZeRO stage gets the same bits. `first`
+    is the index of the first element in the flat buffer of the group.
     """
     assert group.master is not None
     device = group.master.update_device

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ..base.device import without_torch_function
 from .grad_edits import GradEdits
 from .gradient import Gradient
@@ -61,14 +59,12 @@ class GradView:
 
     def take_assigned(self) -> None:
         """Copy values that the program assigned to `.grad` into the reduced gradient."""
-        members = self.group.members
-        shown = self._handles if self.gradient.is_shown else [None] * len(members)
-        assigned: list[tuple[int, Tensor | None]] = []
         with without_torch_function():
-            for number, (member, handle) in enumerate(zip(members, shown, strict=True)):
-                if member.param.grad is not handle:
-                    assigned.append((number, member.param.grad))
-        for number, value in assigned:
+            values = [member.param.grad for member in self.group.members]
+        shown = self._handles if self.gradient.is_shown else [None] * len(values)
+        for number, (value, handle) in enumerate(zip(values, shown, strict=True)):
+            if value is handle:
+                continue
             if value is None:
                 self.edits.remove(number)
             else:

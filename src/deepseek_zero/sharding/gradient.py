@@ -24,7 +24,8 @@ from .group import Group
 class Summand:
     """This rank's own gradient of a parameter group, before it is reduced over the ranks.
 
-    Parameters are identified by their index in the group.
+    Parameters are identified by their index in the group. `allocate` returns the uninitialized
+    buffer in which gradients are collected.
 
     Attributes:
         group: The parameter group to which the gradient belongs.
@@ -33,13 +34,6 @@ class Summand:
     """
 
     def __init__(self, group: Group, allocate: Callable[[], FlatBuffer]) -> None:
-        """Start without a gradient and without a buffer.
-
-        Args:
-            group: The parameter group to which the gradient belongs.
-            allocate: A function that returns the uninitialized buffer in which gradients are
-                collected.
-        """
         self.group = group
         self.buffer: FlatBuffer | None = None
         self._allocate = allocate
@@ -73,11 +67,7 @@ class Summand:
             self.arrived.add(number)
 
     def values(self, number: int) -> Tensor:
-        """Return a flat, writable view of a parameter's accumulated gradient.
-
-        Args:
-            number: The index of the parameter in the group. If it has no gradient, zeros are added.
-        """
+        """Return a flat, writable view of a parameter's gradient; zeros if none has arrived."""
         slot = self.group.members[number].slot
         found = self.open().memory[slot.start : slot.stop]
         if number not in self.arrived:
@@ -91,9 +81,8 @@ class Summand:
         Elements of parameters without a gradient, and padding, are set to zeros.
         """
         partial = self.open()
-        for number, member in enumerate(self.group.members):
-            if number not in self.arrived:
-                partial.memory[member.slot.start : member.slot.stop].zero_()
+        for number in set(range(len(self.group.members))) - self.arrived:
+            self.values(number)  # zeros
         for low, high in self.group.layout.gaps:
             partial.memory[low:high].zero_()
         # A division before the sum, so that 16-bit messages do not overflow.
@@ -112,13 +101,9 @@ class Summand:
 class Gradient:
     """The gradient of one parameter group: accumulated on this rank, then reduced over the ranks.
 
-    Args:
-        group: The parameter group to which the gradient belongs.
-        reduction: Sums the gradients of the ranks.
-
     Attributes:
         group: The parameter group to which the gradient belongs.
-        reduction: How the ranks sum the gradient.
+        reduction: Sums the gradients of the ranks.
         summand: The gradient that this rank has computed and not yet reduced.
         sum: The reduced gradient.
         kept: Reduced gradients that extensions keep after their step, by name.
@@ -198,9 +183,6 @@ class Gradient:
             is_last: Whether no other sum is expected before the step, so that an accelerator can
                 compute the norm while backward goes on.
 
-        Returns:
-            A handle. The result may be read after its `wait()` has returned.
-
         Note:
             Collective: every rank of the shard group must call it in the same order, even if it
             skipped the unit.
@@ -250,11 +232,10 @@ class Gradient:
 
     def _summed_part(self, partial: FlatBuffer) -> FlatBuffer:
         """Return the part of a partial gradient that its sum overwrites (stages 0 and 1)."""
-        if self.group.plan.sums_to_all and self.reduction.sums_all:
-            spec = replace(partial.spec, placement=R)
-            return FlatBuffer(partial.layout, spec, partial.memory)
-        spec = replace(partial.spec, placement=S)
-        return FlatBuffer(partial.layout, spec, partial.shard(self.group.comm_ctx.comm.rank))
+        is_whole = self.group.plan.sums_to_all and self.reduction.sums_all
+        memory = partial.memory if is_whole else partial.shard(self.group.comm_ctx.comm.rank)
+        spec = replace(partial.spec, placement=R if is_whole else S)
+        return FlatBuffer(partial.layout, spec, memory)
 
     def _set_sum_aside(self) -> None:
         """Copy an earlier sum of the same step, to add it to the next one."""
@@ -278,15 +259,10 @@ class Gradient:
             buffer.storage.store(0, buffer.memory.numel())
 
     def complete_sum(self, what: str) -> Pending:
-        """Start to sum the reduced gradient over replicas, once per step.
-
-        Nothing is done if the sum is already complete.
+        """Start to sum the reduced gradient over replicas, unless it is complete.
 
         Args:
             what: The name of the unit, used in error messages.
-
-        Returns:
-            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective: every rank that holds the same slices must call it.
@@ -306,10 +282,9 @@ class Gradient:
     # -- the end of a step
 
     def discard(self) -> None:
-        """Discard the gradient after a step or `zero_grad`.
+        """Discard the gradient after a step or `zero_grad`, unless a later update needs it.
 
-        A gradient that a deferred update still needs is kept. The buffer is kept for the next
-        gradient.
+        The buffer is kept for the next gradient.
         """
         self.clear_shown()
         if self.sum.state is GradState.HELD:

@@ -1,64 +1,29 @@
-"""The reduce lane of a model: scheduled reductions of gradients.
-
-A gradient may arrive after its unit was reduced, for example if two reentrant checkpoints share a
-block. It is added in a second reduction, on which all ranks agree before the step.
-"""
+"""The reduce lane of a model: scheduled reductions of gradients."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import torch
+from typing import Any
 
 from ..comm.collectives import Comm
 from ..planner.plan_settings import PlanSettings
 from ..planner.schedule import Schedule
-from .param_group import ParamGroup
 from .unit import Unit
-
-
-class Updates(Protocol):
-    """Interface through which a wrapped model notifies its optimizer."""
-
-    def after_reduce(self, unit: Unit) -> None:
-        """Update a unit early, after its gradient was reduced, if an update policy does so.
-
-        Args:
-            unit: The unit whose gradient has been reduced.
-        """
-
-    def refuse_regrouping(self) -> None:
-        """Raise `UsageError` if parameters cannot move to other groups.
-
-        Called before anything has changed.
-        """
-
-    def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """Add the parameters of new parameter groups to the optimizer.
-
-        Args:
-            groups: The new groups, whose parameters have become trainable.
-        """
 
 
 class ReduceLane:
     """Issues the gradient reductions, and updates that follow them, in the order of a schedule.
 
-    Args:
-        units: The units of the model, the root first.
-        schedule: The schedule of a step, which lists the reductions of each backward.
-        settings: The settings of the plan, which decide when gradients are reduced.
-        comm: The communicator of all ranks of the job.
-        most_reductions: The number of units that may be reduced at the same time.
-
     Attributes:
         units: The units of the model, the root first.
         comm: The communicator of all ranks of the job.
-        late: The numbers of units with gradients that arrived after the unit's reduction.
         most_reductions: The number of units that may be reduced at the same time.
-        updates: A function that returns the optimizer, or None. A weak reference.
+        schedule: The schedule of a step, which lists the reductions of each backward.
+        settings: The settings of the plan, which decide when gradients are reduced.
+        late: The numbers of units with gradients that arrived after the unit's reduction.
+        updates: A function that returns the optimizer's `ExecutorUpdates`, or None. A weak
+            reference.
     """
 
     def __init__(
@@ -72,7 +37,7 @@ class ReduceLane:
         self.units = units
         self.comm = comm
         self.most_reductions = most_reductions
-        self.updates: Callable[[], Updates | None] = lambda: None
+        self.updates: Callable[[], Any] = lambda: None
         self.late: set[int] = set()
         self._ends_step = True  # no other backward comes before the step
         self._reduced = 0  # reductions that this backward has started
@@ -80,12 +45,7 @@ class ReduceLane:
         self.follow(schedule, settings)
 
     def follow(self, schedule: Schedule, settings: PlanSettings) -> None:
-        """Replace the schedule and the settings, between a forward and a backward.
-
-        Args:
-            schedule: The schedule of the next steps.
-            settings: The new settings of the plan.
-        """
+        """Replace the schedule and the settings, between a forward and a backward."""
         self.schedule = schedule
         self.settings = settings
         backward = schedule.backward
@@ -132,7 +92,7 @@ class ReduceLane:
 
         A rank that skips a parameter would otherwise deadlock with the other ranks: they would wait
         for its reduction, and it would wait for their next gather. A gradient that arrives after
-        this reduction is reduced by `reduce_late`.
+        this reduction is reduced before the step (late_gradients.py).
 
         Args:
             unit: The unit that backward has reached.
@@ -153,22 +113,6 @@ class ReduceLane:
         if self._ends_step:
             self.complete_sums()
 
-    def reduce_late(self) -> None:
-        """Reduce the gradients that arrived too late on any rank, before a step.
-
-        Note:
-            Collective: every rank must call it if any rank has late gradients.
-        """
-        mask = torch.zeros(len(self.units), dtype=torch.uint8)
-        mask[list(self.late)] = 1
-        agreed = self.comm.all_gather_rows(mask, "late gradients").amax(dim=0)
-        for number in self.order:
-            if agreed[number]:
-                self._reduce(self.units[number])
-        self.wait()
-        self.late.clear()
-        self.complete_sums()
-
     def complete_sums(self) -> None:
         """Sum the reduced gradients over replicas, once per step.
 
@@ -180,13 +124,9 @@ class ReduceLane:
             self.units[number].complete_sums()
             under_way.append(self.units[number])
             if len(under_way) > 1:
-                self._wait_for_total(under_way.popleft())
+                self._update_after_sum(under_way.popleft())
         while under_way:
-            self._wait_for_total(under_way.popleft())
-
-    def _wait_for_total(self, unit: Unit) -> None:
-        unit.wait_for_reduce()
-        self._update(unit)
+            self._update_after_sum(under_way.popleft())
 
     def update_expected(self) -> None:
         """Record which gradients have arrived in this backward, to expect them in the next.
@@ -205,10 +145,15 @@ class ReduceLane:
     def _reduce_next(self) -> Unit:
         unit = self.units[self.order[self._reduced]]
         self._reduced += 1
-        self._reduce(unit)
+        self.reduce(unit)
         return unit
 
-    def _reduce(self, unit: Unit) -> None:
+    def reduce(self, unit: Unit) -> None:
+        """Start to reduce the gradients of a unit.
+
+        Note:
+            Collective: every rank of the shard group must call it in the same order.
+        """
         landed = self._wait_for_first() if len(self._in_flight) >= self.most_reductions else None
         for other in self._in_flight:  # their messages would otherwise be issued only by a wait
             other.issue_reduces()
@@ -229,8 +174,9 @@ class ReduceLane:
     def _after_reduce(self, landed: Unit) -> None:
         """Update after a reduction unless the update follows a completed sum."""
         if landed.number not in self._completed:
-            self._update(landed)
+            self._update_after_sum(landed)
 
-    def _update(self, unit: Unit) -> None:
+    def _update_after_sum(self, unit: Unit) -> None:
+        unit.wait_for_reduce()
         if (updates := self.updates()) is not None:
             updates.after_reduce(unit)

@@ -42,7 +42,7 @@ from .group_build import (
 from .model_changes import Structure, frozen_or_unfrozen
 from .param_group import ParamGroup
 from .param_info import ParamInfo
-from .reduce_lane import ReduceLane, Updates
+from .reduce_lane import ReduceLane
 from .step_state import StepState
 from .unit import Unit
 
@@ -68,6 +68,23 @@ class WrappedModel(Protocol):
     def add_group(self, unit: Unit, group: ParamGroup) -> None: ...
     def replan(self) -> None: ...
     def fetch_saved(self, group: ParamGroup) -> None: ...
+
+
+class RegroupedOptimizer(Protocol):
+    """Interface through which a change of parameter groups reaches the optimizer."""
+
+    def refuse_regrouping(self) -> None:
+        """Raise `UsageError` if parameters cannot move to other groups.
+
+        Called before anything has changed.
+        """
+
+    def regroup(self, groups: Sequence[ParamGroup]) -> None:
+        """Add the parameters of new parameter groups to the optimizer.
+
+        Args:
+            groups: The new groups, whose parameters have become trainable.
+        """
 
 
 def follow_requires_grad(runtime: WrappedModel) -> None:
@@ -133,7 +150,7 @@ def _apply(runtime: WrappedModel, changed: Sequence[ParamInfo]) -> None:
             "Its memory is about to be laid out anew.",
             "leave the block before the forward.",
         )
-    optimizer: Updates | None = runtime.reductions.updates()
+    optimizer: RegroupedOptimizer | None = runtime.reductions.updates()
     if parts and optimizer is not None:
         optimizer.refuse_regrouping()
     for member in changed:

@@ -16,6 +16,7 @@ from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.pending import Pending
 from deepseek_zero.extensions.group_parts import group_parts
 from deepseek_zero.extensions.state_dicts import StateDicts
+from deepseek_zero.optim.shard_set import ShardSet
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
 from deepseek_zero.planner.plan import Plan, plan_model
@@ -146,7 +147,7 @@ def test_a_new_memory_for_states_needs_one_class(stage: int) -> None:
         tiers = Tiers({tier: cupboard}, chunk_numel=512)
         runtime = wrapped(rank, model, tiers, stage=stage, state_tier=tier, weight_tier=tier)
         groups = [{"params": list(model.parameters())}]
-        optimizer = ShardedOptimizer(runtime, groups, OPTIMIZERS["adamw"], StepSettings())
+        optimizer = ShardedOptimizer(ShardSet(runtime, groups, OPTIMIZERS["adamw"], StepSettings()))
         for step in range(STEPS):
             batch = batch_of(step, 0, rank.index)
             model(batch.tokens, batch.targets).backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepseek_zero.optim.shard_set import ShardSet
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
 from deepseek_zero.optim.update_policy import UpdatePolicy
@@ -40,9 +41,10 @@ def train(rank: Rank, stage: int, policies: Sequence[UpdatePolicy], *, skips: bo
     model = seeded(Gpt, blocks=2)
     runtime = sharded(rank, model, stage=stage)
     groups = [{"params": list(model.parameters())}]
-    optimizer = ShardedOptimizer(
+    shards = ShardSet(
         runtime, groups, OPTIMIZERS["adamw"], StepSettings(max_norm=0.5), policies=policies
     )
+    optimizer = ShardedOptimizer(shards)
     found = []
     for step in range(STEPS):
         batch = batch_of(step, 0, rank.index)

@@ -8,24 +8,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, AdamW
 
 from ...api.leaves import get_z3_leaf_modules
-from ...engine.optimizer import Groups, Make
 from ...extensions.param_states import full_grad, safe_get_local_grad
 from ...optim.inner_states import load_inner, load_states
+from ...optim.shard_set import ShardSet
 from ...optim.sharded import ShardedOptimizer
 from ...planner.plan_settings import PlanSettings
 from ...planner.spec import S
 from ...precision.loss_scale import LossScaler, LossScaleSettings
-from ...sharding.runtime import Runtime
 from ...tiers.tier import Tier
 from .parameters import ParameterOffload
 
@@ -101,16 +100,12 @@ class NamedOptimizer(ShardedOptimizer):
         """Allocate the object without the constructor of the other base of `_plain_class`."""
         return object.__new__(cls)
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        groups: Sequence[dict[str, Any]],
-        make_inner: Make,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(runtime, groups, partial(_make_named, make_inner), *args, **kwargs)
-        if runtime.settings.stage == 3:
+    def __init__(self, shards: ShardSet) -> None:
+        super().__init__(shards)
+        if isinstance(self.inner, Adam) and not hasattr(type(self.inner), "adam_w_mode"):
+            # DeepSpeed's attribute, which Adam does not have
+            setattr(self.inner, "adam_w_mode", isinstance(self.inner, AdamW))  # noqa: B010
+        if self.runtime.settings.stage == 3:
             self.parameter_offload = ParameterOffload()
 
     @property
@@ -367,14 +362,6 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(0), *(each.reshape(-1) for each in tensors)])
 
 
-def _make_named(make_inner: Make, groups: Groups) -> Optimizer:
-    """Create the inner optimizer, and set `adam_w_mode` on one of Adam's classes."""
-    made = make_inner(groups)
-    if isinstance(made, Adam) and not hasattr(type(made), "adam_w_mode"):
-        setattr(made, "adam_w_mode", isinstance(made, AdamW))  # noqa: B010  # no attribute of Adam
-    return made
-
-
 class FlatStates:
     """The inner optimizer, of which `state_dict` has DeepSpeed's format.
 
@@ -427,8 +414,8 @@ class FlatStates:
 class DropInOptimizer(NamedOptimizer):
     """The sharded optimizer of a program that imported `deepspeed`, at stages 1 to 3."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, shards: ShardSet) -> None:
+        super().__init__(shards)
         self._flat = FlatStates(self)
 
     @property
@@ -575,7 +562,7 @@ def named_class(inner: Any, settings: PlanSettings) -> type[NamedOptimizer]:
         settings: Settings of the sharding plan, which has the stage and the dtypes.
 
     Returns:
-        A class whose constructor takes the arguments of `ShardedOptimizer`.
+        A class whose constructor takes the argument of `ShardedOptimizer`.
     """
     is_plain = settings.stage == 0 and settings.policy.compute in (None, torch.float32)
     return _plain_class(inner) if is_plain else NamedOptimizer
