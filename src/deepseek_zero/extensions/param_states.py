@@ -21,7 +21,7 @@ from ..planner.layout import Slot
 from ..planner.spec import R, S
 from ..precision.policy import cast_master
 from ..sharding.buffer import FlatBuffer
-from ..sharding.grad_edits import complete, own_part
+from ..sharding.grad_edits import complete, is_reduced, own_part
 from ..sharding.param_group import ParamGroup
 from ..sharding.param_ranges import local_range, owned_range
 from ..sharding.sharded_parameter import owner_of
@@ -329,7 +329,7 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
     with torch.no_grad():
         owner.grad_view.take_assigned()
         gradient = owner.gradient.sum
-        reduced = gradient.reduced() if gradient.has(owner.index[id(param)]) else None
+        reduced = gradient.reduced() if is_reduced(gradient, owner.index[id(param)]) else None
         if reduced is None or gradient.buffer is None:
             return None
         is_slice = reduced.numel() < owner.layout.padded_numel or owner.comm_ctx.comm.size == 1
@@ -363,7 +363,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
     owner.grad_view.take_assigned()
-    if not owner.gradient.sum.has(owner.index[id(param)]):
+    if not is_reduced(owner.gradient.sum, owner.index[id(param)]):
         return None
     return own_part(owner.gradient.sum, _slot(owner, param)).float().clone()
 

@@ -108,7 +108,6 @@ class SpeculativeUpdate(UpdatePolicy):
         self.runtime = optimizer.runtime
         self.updater = optimizer.updater
         self.log = UndoLog(optimizer.inner, optimizer.moments, optimizer.scratch)
-        self.tiles_changed(optimizer.tiles)
 
     def tiles_changed(self, tiles: Tiles) -> None:
         """Select the units that may be updated during backward, after the shards have changed.

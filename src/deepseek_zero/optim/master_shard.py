@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..planner.update import ShardRange
 from ..precision.policy import scratch_numel
 from ..sharding.grad_sum import GradSum
 from ..sharding.main_weight import MasterWeight
@@ -59,13 +58,6 @@ class MasterShard:
     def numel(self) -> int:
         """The number of elements of the shard."""
         return self.stop - self.start
-
-    @property
-    def planned(self) -> ShardRange:
-        """Return the plan's description of the shard."""
-        return ShardRange(
-            self.group.planned, self.start, self.stop, self.names, tuple(self.param.shape)
-        )
 
     @property
     def master(self) -> MasterWeight:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..base.log import log_once
 from ..base.nested import map_tensors
-from ..precision.loss_scale import LossScaler
-from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
+from .shard_set import ShardSet
 from .verdict import StepResult
 
 NOT_FOUND = 1 << 30
@@ -28,18 +27,17 @@ LATER = "If the next step is like it, the unit where it begins is named."
 class NonFiniteReport:
     """Logs steps with a non-finite gradient, and finds the unit in which the first one occurred."""
 
-    def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
+    def __init__(self, shards: ShardSet) -> None:
         """Start without a recorded step.
 
         Args:
-            runtime: The runtime of the wrapped model.
-            scaler: The loss scaler, or None. A dynamic loss scale overflows regularly, so these
-                steps are then not examined.
-            watches: Whether to look for the unit even if the loss scale is dynamic.
+            shards: The shards of the optimizer, with its policies and loss scaler.
         """
-        self.runtime = runtime
+        self.runtime = shards.runtime
         # A dynamic loss scale overflows on purpose; the scaler logs these steps
-        self.is_usual = scaler is not None and scaler.dynamic
+        self.is_usual = shards.scaler is not None and shards.scaler.dynamic
+        # Look for the unit even if overflows are usual
+        watches = any(policy.watches_overflows for policy in shards.policies)
         self.watches = watches or not self.is_usual
         self.in_a_row = 0
 

@@ -195,7 +195,7 @@ class ShardSet:
 
     def _planned(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> UpdatePlan:
         settings = self._update_settings(optimizer, groups)
-        ranges = [[shard.planned for shard in shards] for shards in self.shards_by_group]
+        ranges = [list(map(planned_range, shards)) for shards in self.shards_by_group]
         units = [unit.planned for unit in self.runtime.units]
         return UpdatePlan.of(settings, ranges, units, self.runtime.comm_ctx.pool.device)
 
@@ -428,6 +428,12 @@ def tiles_of(plan: UpdatePlan, shards_by_group: Sequence[Sequence[MasterShard]])
     return Tiles(list(map(tile_of, plan.order.now)), later)
 
 
+def planned_range(shard: MasterShard) -> ShardRange:
+    """Return the plan's description of a shard."""
+    shape = tuple(shard.param.shape)
+    return ShardRange(shard.group.planned, shard.start, shard.stop, shard.names, shape)
+
+
 def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
     """Return the ranges of a shard within which all parameters have the same key.
 
@@ -440,7 +446,7 @@ def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[Sh
     covers = list(overlaps_of(shard))
     runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
     if len(runs) < 2:
-        return [shard.planned]
+        return [planned_range(shard)]
     edges = [shard.start, *(shard.start + run[0].offset for run in runs[1:]), shard.stop]
     return [
         ShardRange(

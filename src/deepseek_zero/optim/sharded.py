@@ -18,7 +18,7 @@ from ..base.errors import UsageError
 from ..comm.collectives import propagate_errors
 from .executor_updates import ExecutorUpdates
 from .inner_states import load_saved_states, load_states, saved_states
-from .master_shard import MasterShard, Tiles
+from .master_shard import MasterShard
 from .rank_agreement import compare_optimizers
 from .shard_set import ShardSet
 from .step import Step
@@ -63,6 +63,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.last_norm = 0.0  # gradient norm of the last step that was not skipped
         for policy in self.policies:
             policy.attach(self)
+            policy.tiles_changed(shards.tiles)
         adopt_step_hooks(self, self.inner)  # they run around this optimizer's step
         compare_optimizers(shards)
         shards.take_initial_states()
@@ -113,11 +114,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def shards(self) -> list[MasterShard]:
         """Return all shards that this rank updates, in the order of parameter groups."""
         return self.shard_set.all()
-
-    @property
-    def tiles(self) -> Tiles:
-        """The lists of shards that are updated together."""
-        return self.shard_set.tiles
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group with separate hyper-parameters.

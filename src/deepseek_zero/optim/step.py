@@ -35,8 +35,7 @@ class Step:
         self.runtime = shards.runtime
         self.policies = shards.policies
         self._idle_steps = 0  # steps in which no rank had a gradient
-        watches = any(policy.watches_overflows for policy in self.policies)
-        self._nonfinite = NonFiniteReport(self.runtime, shards.scaler, watches=watches)
+        self._nonfinite = NonFiniteReport(shards)
         self._follow_params()
 
     def run(self, message: Callable[[], StepMessage], number: int) -> StepResult:
@@ -65,8 +64,9 @@ class Step:
             report_idle(self.runtime, verdict, number, self._idle_steps)
         checks_finite = scaler is not None or shards.settings.check_finite
         overflow = checks_finite and not verdict.is_finite
-        is_scaled = scaler is not None and gradients_are_scaled(self.runtime)
-        grad_scale = scaler.scale if scaler is not None and is_scaled else 1.0
+        grad_scale = 1.0
+        if scaler is not None and gradients_are_scaled(self.runtime):
+            grad_scale = scaler.scale
         norm = verdict.norm / grad_scale
         result = StepResult(norm, overflow or is_idle, verdict, overflow, number)
         decision = None

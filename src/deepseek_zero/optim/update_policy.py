@@ -30,9 +30,6 @@ class Stepping(Protocol):
     scaler: LossScaler | None
 
     @property
-    def tiles(self) -> Tiles: ...
-
-    @property
     def loss_scale(self) -> float: ...
 
     def shards(self) -> list[MasterShard]: ...

@@ -260,6 +260,16 @@ class GradEdits:
             )
 
 
+def is_reduced(total: GradSum, number: int) -> bool:
+    """Return whether a parameter has a reduced gradient of the current step.
+
+    Args:
+        total: The reduced gradient of the parameter's group.
+        number: The index of the parameter in the group.
+    """
+    return total.is_reduced and number not in (total.absent or ())
+
+
 def own_part(total: GradSum, slot: Slot) -> Tensor:
     """Return a flat, writable view of this rank's part of one parameter's reduced gradient.
 

@@ -133,10 +133,6 @@ class GradSum:
         """Return whether the buffer holds a reduced gradient, of the current or an earlier step."""
         return self._state not in (GradState.EMPTY, GradState.COLLECTING)
 
-    def has(self, number: int) -> bool:
-        """Return whether a parameter has a reduced gradient."""
-        return self.is_reduced and not (self.absent and number in self.absent)
-
     # -- memory
 
     @property

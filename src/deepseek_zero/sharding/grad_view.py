@@ -38,8 +38,7 @@ class GradView:
         members = self.group.members
         gradient.is_shown = True
         if not self._handles:
-            for member in members:
-                self._handles.append(sharded_gradient(member.param, member.placeholder))
+            self._handles += [sharded_gradient(each.param, each.placeholder) for each in members]
         is_first = gradient.sum.absent is None
         absent = gradient.sum.absent or set()
         gradient.sum.absent = absent

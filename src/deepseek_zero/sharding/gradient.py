@@ -303,9 +303,8 @@ class Gradient:
         allocate again.
         """
         comm_ctx = self.group.comm_ctx
-        total = self.sum
         is_alone = comm_ctx.comm.size == 1 and self.reduction.sums_all
-        if total.spec.placement is not P or comm_ctx.pool.device == CPU or not is_alone:
-            return
-        if total.state is GradState.EMPTY and self.summand.buffer is None:
-            total.drop()
+        is_unused = self.sum.state is GradState.EMPTY and self.summand.buffer is None
+        is_replicated = self.sum.spec.placement is P
+        if is_replicated and comm_ctx.pool.device != CPU and is_alone and is_unused:
+            self.sum.drop()

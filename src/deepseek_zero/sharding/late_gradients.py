@@ -22,9 +22,9 @@ def reduce_late(lane: ReduceLane) -> None:
     mask = torch.zeros(len(lane.units), dtype=torch.uint8)
     mask[list(lane.late)] = 1
     agreed = lane.comm.all_gather_rows(mask, "late gradients").amax(dim=0)
-    for number in lane.order:
-        if agreed[number]:
-            lane.reduce(lane.units[number])
+    for unit in lane.order:
+        if agreed[unit.number]:
+            lane.reduce(unit)
     lane.wait()
     lane.late.clear()
     lane.complete_sums()

@@ -49,11 +49,11 @@ class ReduceLane:
         self.schedule = schedule
         self.settings = settings
         backward = schedule.backward
-        self.order = [number for number in backward.reduces if self.units[number].trained]
-        self._completed = [n for n in backward.all_reduces if self.units[n].trained]
+        self.order = [self.units[n] for n in backward.reduces if self.units[n].trained]
+        self._completed = [self.units[n] for n in backward.all_reduces if self.units[n].trained]
         self._reduced_before = {  # the number of reductions before each unit's turn
-            unit: sum(number in backward.released_before[unit] for number in self.order)
-            for unit in backward.order
+            number: sum(unit.number in backward.released_before[number] for unit in self.order)
+            for number in backward.order
         }
 
     def begin(self, *, ends_step: bool) -> None:
@@ -82,7 +82,7 @@ class ReduceLane:
         Note:
             Collective: every rank of the shard group must call it in the same order.
         """
-        while self._reduced < len(self.order) and self.units[self.order[self._reduced]].is_complete:
+        while self._reduced < len(self.order) and self.order[self._reduced].is_complete:
             unit = self._reduce_next()
             if unit.number and not unit.has_frozen_shards:  # the root stays until the end
                 unit.reshard()
@@ -119,14 +119,14 @@ class ReduceLane:
         Note:
             Collective: every rank that holds the same slices must call it.
         """
-        under_way: deque[Unit] = deque()
-        for number in self._completed:
-            self.units[number].complete_sums()
-            under_way.append(self.units[number])
-            if len(under_way) > 1:
-                self._update_after_sum(under_way.popleft())
-        while under_way:
-            self._update_after_sum(under_way.popleft())
+        before: Unit | None = None
+        for unit in self._completed:
+            unit.complete_sums()
+            if before is not None:
+                self._update_after_sum(before)
+            before = unit
+        if before is not None:
+            self._update_after_sum(before)
 
     def update_expected(self) -> None:
         """Record which gradients have arrived in this backward, to expect them in the next.
@@ -143,7 +143,7 @@ class ReduceLane:
             self._after_reduce(self._wait_for_first())
 
     def _reduce_next(self) -> Unit:
-        unit = self.units[self.order[self._reduced]]
+        unit = self.order[self._reduced]
         self._reduced += 1
         self.reduce(unit)
         return unit
@@ -173,7 +173,7 @@ class ReduceLane:
 
     def _after_reduce(self, landed: Unit) -> None:
         """Update after a reduction unless the update follows a completed sum."""
-        if landed.number not in self._completed:
+        if landed not in self._completed:
             self._update_after_sum(landed)
 
     def _update_after_sum(self, unit: Unit) -> None:

@@ -94,7 +94,7 @@ def test_step_hooks_run_once_a_step_whatever_the_tiles() -> None:
     }
     engine, *_ = dz.initialize(model=model, optimizer=inner, config=config)
     assert engine.optimizer is not None
-    assert len(engine.optimizer.tiles.now) > 1
+    assert len(engine.optimizer.shard_set.tiles.now) > 1
     engine.optimizer.register_step_post_hook(lambda *_: calls.append("ours after"))
     everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("any after"))
     try:
