@@ -156,9 +156,14 @@ class SavedChunk(StateRange):
 
 
 class StateReader(ABC):
-    """Read ranges of a checkpoint's states by kind, parameter name and optimizer key."""
+    """Read ranges of a checkpoint's states by kind, parameter name and optimizer key.
 
-    @abstractmethod
+    Attributes:
+        states: The places of each state's elements, by kind and name and then by optimizer key.
+    """
+
+    states: Mapping[tuple[str, str], Mapping[str, Any]]
+
     def has(self, kind: str, name: str, key: str = "") -> bool:
         """Return whether the checkpoint contains any elements of a state.
 
@@ -170,6 +175,7 @@ class StateReader(ABC):
         Returns:
             True if `read` can return at least one element of the state.
         """
+        return key in self.states.get((kind, name), ())
 
     def keys(self, kind: str, name: str) -> list[str]:
         """Return the optimizer's names of the states of one parameter.
@@ -181,7 +187,7 @@ class StateReader(ABC):
         Returns:
             The names, for example "exp_avg".
         """
-        return []
+        return list(self.states.get((kind, name), ()))
 
     @abstractmethod
     def read(self, wanted: StateRange) -> PlacedValues:

@@ -149,7 +149,7 @@ class SafetensorsFolder(StateReader):
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         """Open the files; they are closed together with `stack`."""
-        self._file_of: dict[str, SafetensorsReader] = {}
+        self.states: dict[tuple[str, str], dict[str, SafetensorsReader]] = {}
         self.locations: dict[str, TensorLocation] = {}
         self.runs = set[str | None]()  # identities of the exports that wrote the files
         for file in safetensors_files(path):
@@ -164,31 +164,18 @@ class SafetensorsFolder(StateReader):
                 ) from None
             self.runs.add(reader.header.metadata.get(RUN_KEY))
             for name, location in reader.header.locations.items():
-                if name in self._file_of:
+                if name in self.locations:
                     raise CheckpointError(
                         f"'{name}' is in {file.name} and in another file of {path} too.",
                         "An export that was cut off may have left files of an older one.",
                         "get the weights again, into an empty folder.",
                     )
-                self._file_of[name] = reader
+                self.states[WEIGHT, name] = {"": reader}
                 self.locations[name] = location
-
-    def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether the files contain a weight of this name.
-
-        Args:
-            kind: Kind of state; False for any other than weights.
-            name: Name of the tensor.
-            key: Ignored; files of other programs have no optimizer states.
-
-        Returns:
-            True for the weights in the files, and False for optimizer states.
-        """
-        return kind == WEIGHT and name in self.locations
 
     def read(self, wanted: StateRange) -> PlacedValues:
         """Yield the elements of a range of a weight; without a part, as one memory-mapped view."""
-        whole = self._file_of[wanted.name].mapped(wanted.name)
+        whole = self.states[WEIGHT, wanted.name][""].mapped(wanted.name)
         if wanted.part is None:
             yield wanted.start, whole[wanted.start : wanted.stop]
         else:
@@ -209,4 +196,4 @@ class SafetensorsFolder(StateReader):
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor in its own shape and dtype, read into new memory."""
-        return self._file_of[name].whole(name)
+        return self.states[WEIGHT, name][""].whole(name)

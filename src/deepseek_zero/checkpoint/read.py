@@ -70,41 +70,16 @@ class CheckpointReader(StateReader):
         self.folder = folder
         self._stack = stack
         self._verifies = verifies
-        self._chunks: dict[tuple[str, str], dict[str, ChunksByPart]] = {}
+        self.states: dict[tuple[str, str], dict[str, ChunksByPart]] = {}
         self._files: dict[str, SafetensorsReader] = {}
         self._prefetched: Iterator[ReadPart] = iter(())
         self._head: ReadPart | None = None
         for chunk in sorted(chunks, key=lambda each: each.start):
-            by_key = self._chunks.setdefault((chunk.kind, chunk.name), {})
+            by_key = self.states.setdefault((chunk.kind, chunk.name), {})
             by_key.setdefault(chunk.key, {}).setdefault(chunk.part, []).append(chunk)
 
-    def has(self, kind: str, name: str, key: str = "") -> bool:
-        """Return whether the checkpoint contains any chunk of a state.
-
-        Args:
-            kind: Kind of state, such as `WEIGHT` or `MOMENT`.
-            name: Name of the parameter or buffer.
-            key: The optimizer's name of the state; empty for other kinds.
-
-        Returns:
-            True if any file of the checkpoint contains a chunk.
-        """
-        return key in self._chunks.get((kind, name), ())
-
-    def keys(self, kind: str, name: str) -> list[str]:
-        """Return the optimizer's names of the states of one parameter.
-
-        Args:
-            kind: Kind of state, for example "weight", "buffer" or "moment".
-            name: Name of the parameter.
-
-        Returns:
-            The names, for example "exp_avg".
-        """
-        return list(self._chunks.get((kind, name), ()))
-
     def _chunks_by_part(self, wanted: StateRange) -> ChunksByPart:
-        return self._chunks.get((wanted.kind, wanted.name), {}).get(wanted.key, {})
+        return self.states.get((wanted.kind, wanted.name), {}).get(wanted.key, {})
 
     def prefetch(self, wanted: Iterable[StateRange]) -> None:
         """Read ahead the ranges that the next calls of `read` will request.
@@ -222,7 +197,7 @@ class CheckpointReader(StateReader):
         Raises:
             CheckpointError: The state was saved for another part.
         """
-        saved = self._chunks[WHOLE, name][key]
+        saved = self.states[WHOLE, name][key]
         if part not in saved:
             parts = ", ".join(map(_described, saved))
             raise CheckpointError(
@@ -244,7 +219,7 @@ class CheckpointReader(StateReader):
         Returns:
             A 1-D tensor with the dtype in which the buffer was saved.
         """
-        chunks = self._chunks[BUFFER, name][""][None]
+        chunks = self.states[BUFFER, name][""][None]
         return self.tensor(next((chunk for chunk in chunks if chunk.rank == rank), chunks[0]))
 
     def tensor(self, chunk: SavedChunk) -> Tensor:

@@ -126,7 +126,7 @@ class MappedCheckpoint(StateReader):
     folder: Path
     manifest: Manifest
     plain: Plain = field(default_factory=dict)
-    segments: dict[tuple[str, str], dict[str, list[StorageSegment]]] = field(default_factory=dict)
+    states: dict[tuple[str, str], dict[str, list[StorageSegment]]] = field(default_factory=dict)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
     def add(self, kind: str, name: str, key: str, start: int, values: Tensor) -> None:
@@ -141,7 +141,7 @@ class MappedCheckpoint(StateReader):
         """
         flat = values.detach().reshape(-1)
         if flat.numel():
-            self.segments.setdefault((kind, name), {}).setdefault(key, []).append(
+            self.states.setdefault((kind, name), {}).setdefault(key, []).append(
                 StorageSegment(start, flat)
             )
 
@@ -179,25 +179,11 @@ class MappedCheckpoint(StateReader):
         Returns:
             True if `read` can return at least one element of the state.
         """
-        if kind == BUFFER:
-            return name in self.buffers[0]
-        return key in self.segments.get((kind, name), ())
-
-    def keys(self, kind: str, name: str) -> list[str]:
-        """Return the optimizer's names of the states of one parameter.
-
-        Args:
-            kind: Kind of state, for example "weight", "buffer" or "moment".
-            name: Name of the parameter.
-
-        Returns:
-            The names, for example "exp_avg".
-        """
-        return list(self.segments.get((kind, name), ()))
+        return name in self.buffers[0] if kind == BUFFER else super().has(kind, name, key)
 
     def read(self, wanted: StateRange) -> PlacedValues:
         """Yield the elements of a range, in order; without a part, they are mapped."""
-        segments = self.segments.get((wanted.kind, wanted.name), {}).get(wanted.key, [])
+        segments = self.states.get((wanted.kind, wanted.name), {}).get(wanted.key, [])
         reached = wanted.start
         if wanted.part is not None and segments:
             whole = ParamPart.whole(wanted.part.shape)

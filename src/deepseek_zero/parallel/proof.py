@@ -92,7 +92,7 @@ def prove(model: nn.Module, plan: ParallelPlan) -> None:
     """
     holders = holders_of(model, plan)
     calls = calls_in(model, [holder.names[0] for holder in holders])
-    examined: list[tuple[RegionHolder, dict[str, Split]]] = []
+    examined: list[tuple[RegionHolder, Splits]] = []
     for holder in holders:
         call = calls.get(holder.names[0]) or simple_call(holder)
         if call is None:
@@ -412,7 +412,7 @@ def _kept_in(module: nn.Module) -> _Results:
 # -- the proof
 
 
-def examine(holder: RegionHolder, call: ModuleCall, splits: Splits) -> dict[str, Split]:
+def examine(holder: RegionHolder, call: ModuleCall, splits: Splits) -> Splits:
     """Check that each rank computes its part of one module that contains split layers.
 
     Args:
@@ -448,7 +448,7 @@ def _examine_on(
     splits: Splits,
     device: torch.device,
     dtype: torch.dtype,
-) -> dict[str, Split]:
+) -> Splits:
     bench = _Bench(holder, call, device, dtype)
     whole = _run_whole(bench)
     first_failure: _Differs | None = None
@@ -508,7 +508,7 @@ def _run_rank(bench: _Bench, rank: int, cuts: Splits) -> _Results:
         raise _Fails(f"its forward fails with {brief(error)}") from error
 
 
-def _ways(holder: RegionHolder) -> Iterator[dict[str, Split]]:
+def _ways(holder: RegionHolder) -> Iterator[Splits]:
     """Yield splits of the module's own parameters: none, all, then some.
 
     They are split by head or by column.
@@ -597,7 +597,7 @@ def _kind(
 
 
 def _refuse_shared_parameters(
-    model: nn.Module, examined: Sequence[tuple[RegionHolder, dict[str, Split]]]
+    model: nn.Module, examined: Sequence[tuple[RegionHolder, Splits]]
 ) -> None:
     """Raise NotBuiltError if modules share a parameter but split it differently."""
     found: dict[tuple[int, str], tuple[RegionHolder, Split]] = {}  # by module and name in it

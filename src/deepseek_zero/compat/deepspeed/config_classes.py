@@ -30,6 +30,7 @@ from . import comm
 from .constants import OffloadDeviceEnum, ZeroStageEnum
 
 Given = Mapping[str, Any]  # a configuration, or a section of it
+Fields = dict[str, Any]  # keys and their values
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 DEFAULT_LEAF_CLASSES = list(MOE_BLOCKS)
@@ -181,13 +182,13 @@ class ZenFlowConfig(DeepSpeedConfigModel):
 
 def _replaced(name: str, make: Callable[[Any], Any] | None = None, sets: bool = True) -> Any:
     """Declare a deprecated field and its replacement."""
-    about: dict[str, Any] = {"deprecated": True, "new_param": name, "set_new_param": sets}
+    about: Fields = {"deprecated": True, "new_param": name, "set_new_param": sets}
     if make is not None:
         about["new_param_fn"] = make
     return Field(None, json_schema_extra=about)
 
 
-def _on_the_host(is_on: bool | None) -> dict[str, Any] | None:
+def _on_the_host(is_on: bool | None) -> Fields | None:
     """Return the section that replaces `cpu_offload` or `cpu_offload_param`."""
     return {"device": "cpu"} if is_on else None
 
@@ -333,7 +334,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
         """Return the initial scale of dynamic loss scaling."""
         return int(2**self.initial_scale_power)
 
-    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+    def dynamic_loss_scale_args(self) -> Fields:
         """Return the arguments for a DynamicLossScaler."""
         return {
             "init_scale": self.initial_dynamic_scale(),
@@ -525,7 +526,7 @@ def get_scalar_param(
 get_list_param = get_dict_param = get_scalar_param
 
 
-def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> Fields:
     """Return a dict of the pairs of a JSON object; for `object_pairs_hook`.
 
     Raises:
@@ -702,9 +703,9 @@ def get_hybrid_engine_config(param_dict: Given) -> HybridEngineConfig:
     return HybridEngineConfig(**param_dict.get("hybrid_engine", {}))
 
 
-def get_pipeline_config(param_dict: Given) -> dict[str, Any]:
+def get_pipeline_config(param_dict: Given) -> Fields:
     """Return the section `pipeline` with its defaults."""
-    defaults: dict[str, Any] = {
+    defaults: Fields = {
         "stages": "auto",
         "partition": "best",
         "seed_layers": False,
@@ -798,7 +799,7 @@ class DeepSpeedConfig:
     flops_profiler_config: Any
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        self._param_dict: dict[str, Any] = _read(config)
+        self._param_dict: Fields = _read(config)
         for path in REMOVED:
             if _key(path, None, self._param_dict) is not None:
                 raise DeepSpeedConfigError(
@@ -872,7 +873,7 @@ class DeepSpeedConfig:
             logger.info("  %s %s %s", field, "." * (29 - len(field)), value)
 
 
-def _read(config: Any) -> dict[str, Any]:
+def _read(config: Any) -> Fields:
     """Return the configuration's keys.
 
     Raises:

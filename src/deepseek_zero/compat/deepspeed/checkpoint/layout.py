@@ -253,9 +253,7 @@ def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> No
             f"the moments in {found.folder} cannot be used: {found.moments_problem}.", fix=fix
         )
     mine = type(optimizer.inner)
-    there = {
-        key for (kind, _), states in found.segments.items() if kind == MOMENT for key in states
-    }
+    there = {key for (kind, _), states in found.states.items() if kind == MOMENT for key in states}
     wanted = STATES.get(mine)
     if wanted is not None and there and there != wanted:
         raise CheckpointError(

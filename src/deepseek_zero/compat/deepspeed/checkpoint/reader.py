@@ -263,11 +263,11 @@ def _tensor_parallel(folder: Path, ranks: int) -> CheckpointError:
 def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
     """Raise CheckpointError if elements of a weight or of a saved moment are missing."""
     wanted = {(WEIGHT, name, "") for name in found.manifest.parameters}
-    wanted |= {(*state, key) for state, keys in found.segments.items() for key in keys}
+    wanted |= {(*state, key) for state, keys in found.states.items() for key in keys}
     for kind, name, key in sorted(wanted):
         reached = 0
         numel = prod(found.manifest.parameters[name]["shape"])
-        segments = found.segments.get((kind, name), {}).get(key, ())
+        segments = found.states.get((kind, name), {}).get(key, ())
         for segment in sorted(segments, key=lambda each: each.start):
             if segment.start <= reached:
                 reached = max(reached, segment.start + segment.values.numel())
@@ -374,7 +374,7 @@ def _master(
     found: DeepSpeedCheckpoint, name: str, shape: Sequence[int], dtype: torch.dtype
 ) -> None:
     """Register a parameter's main weight, which replaces the weight of the model file."""
-    found.segments.pop((WEIGHT, name), None)
+    found.states.pop((WEIGHT, name), None)
     found.manifest.parameters[name] = parameter_facts(shape, dtype, trained=True)
 
 

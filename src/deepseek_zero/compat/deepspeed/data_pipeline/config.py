@@ -12,6 +12,7 @@ from typing import Any
 from ....base.errors import UsageError
 
 Given = Mapping[str, Any]
+Section = dict[str, Any]  # with its defaults
 
 # DeepSpeed's function -> the section, the key in it, the default, which also gives the type
 SCALARS: dict[str, tuple[str, str, Any]] = {
@@ -31,7 +32,7 @@ def _scalar(section: str, key: str, default: Any, param_dict: Given) -> Any:
     return type(default)(_part(param_dict, section).get(key, default))
 
 
-def _params(section: str, param_dict: Given) -> dict[str, Any]:
+def _params(section: str, param_dict: Given) -> Section:
     """Return a section without "enabled"."""
     return {key: value for key, value in _part(param_dict, section).items() if key != "enabled"}
 
@@ -48,13 +49,13 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _scalars(section: str, param_dict: Given) -> dict[str, Any]:
+def _scalars(section: str, param_dict: Given) -> Section:
     """Return the values of SCALARS in a section."""
     rows = [row for row in SCALARS.values() if row[0] == section]
     return {row[1]: _scalar(*row, param_dict) for row in rows}
 
 
-def get_data_efficiency_config(param_dict: Given) -> dict[str, Any]:
+def get_data_efficiency_config(param_dict: Given) -> Section:
     """Return the section `data_efficiency` of a configuration with all defaults."""
     given = _part(param_dict, "data_efficiency")
     return {
@@ -64,7 +65,7 @@ def get_data_efficiency_config(param_dict: Given) -> dict[str, Any]:
     }
 
 
-def get_data_sampling(param_dict: Given) -> dict[str, Any]:
+def get_data_sampling(param_dict: Given) -> Section:
     """Return the section about data sampling with its defaults."""
     given = _part(param_dict, "data_sampling")
     return {
@@ -75,7 +76,7 @@ def get_data_sampling(param_dict: Given) -> dict[str, Any]:
     }
 
 
-def get_curriculum_learning(param_dict: Given) -> dict[str, Any]:
+def get_curriculum_learning(param_dict: Given) -> Section:
     """Return the section `curriculum_learning`.
 
     Raises:
@@ -93,13 +94,13 @@ def get_curriculum_learning(param_dict: Given) -> dict[str, Any]:
     return {"enabled": True, **found}
 
 
-def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
+def get_dynamic_batching(param_dict: Given) -> Section:
     """Return the section `dynamic_batching`.
 
     Raises:
         UsageError: It is enabled and `max_tokens` is missing.
     """
-    found: dict[str, Any] = {
+    found: Section = {
         "enabled": False,
         "lr_scaling_method": "linear",
         "min_batch_size": 1,
@@ -115,15 +116,15 @@ def get_dynamic_batching(param_dict: Given) -> dict[str, Any]:
     return found
 
 
-def get_data_routing(param_dict: Given) -> dict[str, Any]:
+def get_data_routing(param_dict: Given) -> Section:
     """Return the section about data routing with its defaults."""
     given = _part(param_dict, "data_routing")
     return {**_scalars("data_routing", param_dict), "random_ltd": get_random_ltd(given)}
 
 
-def get_random_ltd(param_dict: Given) -> dict[str, Any]:
+def get_random_ltd(param_dict: Given) -> Section:
     """Return the section about random layer token dropping with its defaults."""
-    found: dict[str, Any] = {"enabled": False, "layer_token_lr_schedule": {"enabled": False}}
+    found: Section = {"enabled": False, "layer_token_lr_schedule": {"enabled": False}}
     if _part(param_dict, "random_ltd").get("enabled", False):
         found |= {"enabled": True, **_params("random_ltd", param_dict)}
     return found
