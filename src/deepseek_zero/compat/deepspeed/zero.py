@@ -16,7 +16,7 @@ from ...api import zero
 from ...api.precision import DTYPES, low_precision
 from ...api.zero import GatheredParameters, Init
 from ...base.errors import UsageError
-from ...base.log import log_once
+from ...base.log import log_first
 from ...config.problems import lookup
 from ...config.text import read
 from ...sharding.param_group import ParamGroup
@@ -89,7 +89,7 @@ class DropInGatheredParameters(GatheredParameters):
         except UsageError as error:
             if self.has_checks:
                 raise
-            log_once(f"{str(error).splitlines()[0]}  The change is lost.", logging.WARNING)
+            log_first(f"{str(error).splitlines()[0]}  The change is lost.", logging.WARNING)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

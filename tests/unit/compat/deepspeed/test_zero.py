@@ -64,3 +64,20 @@ def test_an_inner_block_keeps_its_change_of_a_gathered_unit(outer: int | None) -
         assert bool((model[0].weight == 5).all())
     assert bool((engine.module_state_dict()["0.weight"] == 5).all())
     assert bool((deepspeed.utils.safe_get_full_fp32_param(model[0].weight) == 5).all())
+
+
+def test_a_lost_change_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    import deepspeed
+
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))
+    _engine = deepspeed.initialize(model=model, config=config)[0]
+    for _ in range(3):
+        with deepspeed.zero.GatheredParameters(model[1].weight), torch.no_grad():
+            model[1].weight.add_(1.0)
+    lost = [each for each in caplog.messages if "The change is lost" in each]
+    assert len(lost) == 1 and "1.weight" in lost[0]
