@@ -19,7 +19,7 @@ import deepseek_zero
 from deepseek_zero.base.errors import ModelMismatchError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.checkpoint.format import Manifest
-from deepseek_zero.engine.engine import plan_of
+from deepseek_zero.engine.parts import plan_of
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.reference import OPTIMIZERS, TwoLevels

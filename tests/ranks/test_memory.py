@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import deepseek_zero
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.engine.engine import plan_of
+from deepseek_zero.engine.parts import plan_of
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.plan_settings import Machine
 from deepseek_zero.planner.update import ParamGroupPlan, UpdateSettings

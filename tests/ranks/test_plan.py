@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import deepseek_zero
-from deepseek_zero.engine.engine import plan_of
+from deepseek_zero.engine.parts import plan_of
 from deepseek_zero.planner.plan import Plan
 from deepseek_zero.report.measure import live_storages
 from tests.models import Gpt, seeded

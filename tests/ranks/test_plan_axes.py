@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepseek_zero
-from deepseek_zero.engine.engine import plan_of
+from deepseek_zero.engine.parts import plan_of
 from deepseek_zero.planner.plan import Plan
 from deepseek_zero.report.measure import live_storages
 

@@ -31,7 +31,7 @@ from deepseek_zero.base.errors import (
     StorageError,
     UsageError,
 )
-from deepseek_zero.engine.engine import plan_of
+from deepseek_zero.engine.parts import plan_of
 from deepseek_zero.extensions.deferred_update import DeferredUpdate
 from deepseek_zero.planner.spec import Tier
 from deepseek_zero.report.explain import overlap_share

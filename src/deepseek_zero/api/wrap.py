@@ -28,11 +28,11 @@ from ..config import resolve
 from ..config.keywords import ZeroKeywords
 from ..config.load import load
 from ..engine.assemble import assemble
-from ..engine.engine import Parts
 from ..engine.exporting import Exports
 from ..engine.mesh_statements import choose_mesh, statements_of
 from ..engine.module_wrapper import StandsForModule
 from ..engine.optimizer import adopting, client_states, forget_others
+from ..engine.parts import Parts
 from ..engine.request import Request, parameters_of
 from ..engine.start import example_of, facts_of, prepare_process
 from ..extensions.policies import policies_of

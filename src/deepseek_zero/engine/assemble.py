@@ -7,20 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .. import activations, engine, parallel
-from ..activations.recompute import configure_for, release_with
-from ..base import memory
-from ..base.capabilities import Capabilities, Capability, as_text
-from ..base.log import log_first
+from .. import parallel
 from ..base.mesh import Mesh
-from ..checkpoint.catalogue import Retention
-from ..comm.agreement import AllRanks, agree, agree_on
-from ..comm.collectives import Comm
-from ..comm.measure import TriedTransport, try_transports
+from ..comm.agreement import AllRanks
 from ..extensions.group_parts import group_parts
 from ..extensions.policies import PolicySettings, policies_of
 from ..extensions.state_dicts import StateDicts
-from ..extensions.ties import refuse_modules, refuse_owned, tie_shared
 from ..extensions.tuning import tune_sizes
 from ..extensions.zero_init import ready_units
 from ..optim.shard_set import ShardSet
@@ -35,25 +27,23 @@ from ..sharding.wrap import wrap_model
 from .changes import (
     change_piece,
     change_whole,
-    refuse_changes_on,
     refuse_split_states,
     refuse_whole_states,
 )
-from .determinism import Determinism
+from .connecting import compare_capabilities, connect, prepare_machine
 from .dialect import BuildRules
-from .engine import Parts
+from .features import add_features, inspect_model
 from .memories import check_space, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, OptimizerParts, optimizer_parts
-from .pieces import cut_along_axes, plan_layers, refuse_auto_on
-from .planning import log_whole_weights, number_formats, plan_run, update_of
-from .saving import Saver
+from .parts import Parts
+from .pieces import cut_along_axes
+from .planning import log_whole_weights, plan_run, update_of
 from .settings import (
     plan_settings_of,
     policy_settings_of,
     recompute_settings_of,
     scaler_of,
-    shared_values,
     sparse_attention_of,
     step_settings_of,
 )
@@ -96,15 +86,8 @@ def assemble(
     Note:
         Collective: every rank must call it.
     """
-    world, transport = _connect(config, mesh)
-    with AllRanks(world, "inspecting the model's parameters"):
-        refuse_changes_on(config, mesh)
-        refuse_auto_on(config, mesh)
-        axis = "tp" if mesh.tp > 1 else None
-        refuse_modules(model)
-        refuse_owned(model, axis)
-        tie_shared(model)
-        layers = plan_layers(config, model, mesh)
+    world, transport = connect(config, mesh)
+    layers = inspect_model(config, model, mesh, world)
     comm = world.lay_out(mesh)  # creates the groups of ranks of the mesh
     recomputing = recompute_settings_of(config)
     sparse = sparse_attention_of(config, mesh)
@@ -123,13 +106,7 @@ def assemble(
         refuse_other_cuts(shape.cuts, mesh.tp)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.added_to(plan_run(config, settings, step_settings, shape, chosen, comm, mesh))
-    capabilities = (
-        comm.capabilities()
-        + transport.capabilities()
-        + number_formats(plan.settings.policy, mesh.device)
-    )
-    if mesh.device.type == "cpu":
-        capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
+    capabilities = prepare_machine(comm, transport, plan.settings.policy)
     batch = config.batch.micro, config.batch.accumulation
     advice = MemoryAdvice(plan, shape, update_of(config, step_settings, chosen), batch)
     explain_uncaught(advice)
@@ -145,15 +122,6 @@ def assemble(
         optimizer = _optimizer_of(runtime, plan, chosen, policies, step_settings, scaler, rules)
         commit(tiers, comm)  # allocates the pages, after the model's own values were freed
     runtime.loss_factor.scaler = scaler
-    schedule = None
-    if config.scheduler.type is not None:
-        schedule = (config.scheduler.type, config.scheduler.params)
-    preemption = None
-    if config.checkpoint.save_on_signal.path is not None:
-        preemption = engine.Preemption(config.checkpoint.save_on_signal)
-    integrity = None
-    if config.integrity.mode != "off" and optimizer:
-        integrity = engine.Integrity(runtime, optimizer, mesh, config.integrity)
     parts = Parts(
         runtime,
         optimizer,
@@ -163,53 +131,11 @@ def assemble(
         policies,
         advice,
         state_dicts,
-        schedule,
-        preemption=preemption,
-        integrity=integrity,
-        saver=Saver(Retention(config.checkpoint.keep_last, config.checkpoint.keep_every)),
         sparse_attention=sparse,
     )
-    if stages is not None:
-        parts.loop = stages.connect(comm, mesh, runtime)
-        parts.pipeline = parts.loop.pipeline
-    parts.recompute = configure_for(
-        recomputing, comm, shards_tokens=bool(config.tensor_parallel.sequence)
-    )
-    capabilities += tiers.capabilities()
-    if parts.recompute is not None:
-        release_with(runtime, parts.recompute)
-        capabilities += parts.recompute.capabilities()
-    if plan.settings.layerwise_micro_batches > 1:
-        parts.vertical = activations.LayerwiseAccumulation(runtime)
-    if config.deterministic:
-        with AllRanks(comm, "deterministic algorithms"):
-            parts.determinism = Determinism(mesh.device)
-    parts.capabilities = _compare(capabilities, comm)
+    add_features(parts, config, comm, mesh, stages, recomputing)
+    parts.capabilities = compare_capabilities(parts, capabilities + tiers.capabilities(), comm)
     return parts
-
-
-def _connect(config: Config, mesh: Mesh) -> tuple[Comm, TriedTransport]:
-    """Connect all ranks, and compare the mesh and the configuration. Collective."""
-    transport = TriedTransport(config.transport)
-    if config.transport == "measured":
-        transport = try_transports(mesh.device)
-    world = Comm(mesh.device, transport=transport.name)
-    world.meter.inter_node_rate = transport.rate
-    agree(
-        world,
-        [f"{mesh}"],
-        "the mesh",
-        "It determines which ranks communicate with each other.",
-        "pass the same mesh on every rank.",
-    )
-    agree_on(
-        world,
-        shared_values(config),
-        "the configuration",
-        "All ranks run the same steps over shards of the same tensors, and save together.",
-        "pass the same configuration on every rank.",
-    )
-    return world, transport
 
 
 def _optimizer_of(
@@ -236,12 +162,3 @@ def _optimizer_of(
         policies_of(policies, settings, runtime, chosen.cls),
     )
     return optimizer_class(shards)
-
-
-def _compare(capabilities: list[Capability], comm: Comm) -> Capabilities:
-    """Return the capabilities of all ranks, and log the slow methods among them. Collective."""
-    what = "the capabilities of each rank's machine"
-    found = Capabilities.of_ranks(comm.all_gather_text(as_text(capabilities), what))
-    if found.fallbacks:
-        log_first("\n  ".join(["this run uses slower methods:", *found.fallbacks]))
-    return found

@@ -16,7 +16,8 @@ from ..planner.plan_settings import PlanSettings
 from ..precision.loss_scale import LossScaleSettings
 from ..sharding.model_changes import ModelRules
 from .data import ShardedLoader
-from .engine import Engine, Parts
+from .engine import Engine
+from .parts import Parts
 from .request import Request
 
 if TYPE_CHECKING:  # as in engine.py

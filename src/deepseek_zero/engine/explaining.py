@@ -7,8 +7,8 @@ from ..comm.measure import line_of
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..sharding.runtime import Runtime
-from .engine import Parts
 from .explain_updates import explain_updates
+from .parts import Parts
 
 
 def describe(parts: Parts) -> list[str]:

@@ -12,7 +12,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..report.measure import OTHER, MemoryReport, bytes_of, live_storages, moments_of
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Storage
-from .engine import Parts, plan_of
+from .parts import Parts, plan_of
 
 
 def memory_report(parts: Parts) -> MemoryReport:

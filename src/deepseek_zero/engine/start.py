@@ -38,9 +38,10 @@ from .assemble import assemble
 from .changes import plan_large_layers, refuse_changes_on, refuse_split_states
 from .determinism import fix_workspace
 from .dialect import EngineDialect
-from .engine import Engine, Parts
+from .engine import Engine
 from .mesh_statements import choose_mesh, statements_of
 from .optimizer import Client, optimizer_parts
+from .parts import Parts
 from .pieces import (
     PiecePlans,
     no_example,

@@ -20,7 +20,7 @@ from deepseek_zero import checkpointing
 from deepseek_zero.base import memory
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.base.memory import HUGE_PAGE, PAGE, Slab, parts_in_lock_ranges, private_pages
-from deepseek_zero.engine.engine import plan_of
+from deepseek_zero.engine.parts import plan_of
 from deepseek_zero.tiers.tier import Tier
 from tests import cudart
 from tests.cudart import LockedHost

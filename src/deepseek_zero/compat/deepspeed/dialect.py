@@ -26,7 +26,8 @@ from ...config.problems import lookup
 from ...config.raw_config import RawConfig
 from ...engine.data import ShardedLoader
 from ...engine.dialect import BuildRules
-from ...engine.engine import Engine, Parts
+from ...engine.engine import Engine
+from ...engine.parts import Parts
 from ...engine.request import Request
 from ...extensions import zero_init
 from ...sharding.model_changes import ModelRules

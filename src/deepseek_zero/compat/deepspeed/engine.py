@@ -34,7 +34,8 @@ from ...checkpoint.contents import SaveSettings
 from ...checkpoint.lockstep import run_and_gather, run_on_first_rank
 from ...comm.context import local_rank
 from ...engine.data import Collate, ShardedLoader
-from ...engine.engine import Engine, Parts
+from ...engine.engine import Engine
+from ...engine.parts import Parts
 from ...engine.pieces import refuse_shared_loader
 from ...engine.request import Request
 from ...engine.saving import Restore
