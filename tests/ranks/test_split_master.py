@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import deepseek_zero as dz
 from deepseek_zero.comm.collectives import Comm
-from deepseek_zero.sharding.group_build import restore_params
 from deepseek_zero.sharding.regroup import promote_unit
+from deepseek_zero.sharding.whole_values import restore_params
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,

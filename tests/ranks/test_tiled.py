@@ -311,13 +311,13 @@ def test_a_block_adds_them_to_its_other_collectives_and_recomputation_adds_one(
     engine = engine_of(Stack(recompute, width=64, hidden=256), tier)
     sizes = {True: 0, False: 0}
     for unit in engine.runtime.units[1:]:
-        sizes[unit.is_tile] = max(sizes[unit.is_tile], unit.gathered_numel)
-    tile, frame = sizes[True], sizes[False] + engine.runtime.root.gathered_numel
+        sizes[unit.is_tile] = max(sizes[unit.is_tile], unit.planned.gathered_numel)
+    tile, frame = sizes[True], sizes[False] + engine.runtime.root.planned.gathered_numel
     with watching(engine) as seen:
         steps_of(engine)
     assert seen.most["forward"] <= frame + tile
     assert seen.most["backward"] <= frame + tile * (2 if recompute else 1)
-    tiles = {unit.gathered_numel for unit in engine.runtime.units if unit.is_tile}
+    tiles = {unit.planned.gathered_numel for unit in engine.runtime.units if unit.is_tile}
     assert not tiles & set(seen.kept), "nobody keeps a tile, recomputed or not"
 
 
@@ -327,7 +327,7 @@ def test_the_pool_holds_a_few_tiles_as_predicted(ranks: int) -> None:
     engine = engine_of(seeded(Mlp), "none")
     steps_of(engine)
     report = engine.memory_report()
-    tile = max(unit.gathered_numel for unit in engine.runtime.units)
+    tile = max(unit.planned.gathered_numel for unit in engine.runtime.units)
     scratch = 4 * (1 << 20)  # for partial sums, of a constant size
     assert report.measured["buffers"] == report.predicted["buffers"]
     # A gathered tile, its gradient, one tile in flight, and the pieces received from other ranks,

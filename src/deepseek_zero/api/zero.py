@@ -15,8 +15,8 @@ from .. import checkpoint
 from ..base.errors import UsageError
 from ..base.given import path_of, refuse
 from ..extensions import gathered_parameters, zero_init
+from ..sharding.external_params import forget_external, remember_external
 from ..sharding.param_group import ParamGroup
-from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.unit import Unit
 from .dialect import current_dialect
@@ -180,9 +180,9 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     Note:
         Every rank must make the same calls, although the calls do not communicate.
     """
-    runtime, owner, readers = _readers(module, parameter)
+    owner, readers = _readers(module, parameter)
     for reader in readers:
-        runtime.gathers.remember_external(reader, owner)
+        remember_external(reader, owner)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -201,13 +201,13 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     Note:
         Every rank must make the same calls, although the calls do not communicate.
     """
-    runtime, owner, readers = _readers(module, parameter)
+    owner, readers = _readers(module, parameter)
     for reader in readers:
-        runtime.gathers.forget_external(reader, owner)
+        forget_external(reader, owner)
 
 
-def _readers(module: nn.Module, parameter: nn.Parameter) -> tuple[Runtime, Unit, list[Unit]]:
-    """Return the runtime and the unit of a wrapped parameter, and the units that contain a module.
+def _readers(module: nn.Module, parameter: nn.Parameter) -> tuple[Unit, list[Unit]]:
+    """Return the unit of a wrapped parameter, and the units that contain a module.
 
     Raises:
         UsageError: No engine has wrapped the parameter.
@@ -223,4 +223,4 @@ def _readers(module: nn.Module, parameter: nn.Parameter) -> tuple[Runtime, Unit,
     readers = [
         unit for unit in runtime.units[1:] if any(each is module for each in unit.module.modules())
     ]
-    return runtime, runtime.unit_of(owner), readers
+    return runtime.unit_of(owner), readers

@@ -53,7 +53,7 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
     advice = report.Advice(
         settings.ahead_numel,
         settings.window_numel,
-        max((unit.gathered_numel for unit in runtime.units), default=0),
+        max((unit.planned.gathered_numel for unit in runtime.units), default=0),
         comm.reads_in_place,
     )
     found = report.where_steps_went(comm.meter, advice)

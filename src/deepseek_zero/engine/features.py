@@ -16,11 +16,12 @@ from ..extensions.ties import refuse_modules, refuse_owned, tie_shared
 from .changes import refuse_changes_on
 from .determinism import Determinism
 from .parts import Parts
-from .pieces import Layers, Stages, plan_layers, refuse_auto_on
+from .pieces import Stages, plan_layers, refuse_auto_on
 from .saving import Saver
 
 if TYPE_CHECKING:  # as in parts.py
     from ..config import Config
+    from .pieces import Layers
 
 
 def inspect_model(config: Config, model: nn.Module, mesh: Mesh, world: Comm) -> Layers:

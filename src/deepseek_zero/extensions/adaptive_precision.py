@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from ..base.log import log_once
+from ..optim.rank_agreement import comm_of_units
 from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.verdict import StepResult, Verdict
 from ..precision.loss_scale import LossScaler
@@ -325,7 +326,7 @@ class AdaptivePrecision(UpdatePolicy):
         self.changed = True
         decision = PrecisionChange(step, unit.name, is_promoted, why)
         self.decisions.append(decision)
-        plan = "\n".join(unit.explain())
+        plan = "\n".join(unit.planned.explain(unit.number))
         log_once(f"precision auto: {decision}.  Its new plan:\n{plan}", logging.WARNING)
 
     # -- evidence
@@ -338,7 +339,7 @@ class AdaptivePrecision(UpdatePolicy):
         """
         runtime = self.runtime
         rows = torch.tensor([_counts(unit) for unit in runtime.units], dtype=torch.float64)
-        comm = runtime.comm_of_units
+        comm = comm_of_units(runtime)
         if comm.size > 1:
             found = comm.all_gather_rows(rows.reshape(-1), "what gradients show").view(
                 comm.size, *rows.shape

@@ -19,6 +19,7 @@ from ..base.nested import map_tensors
 from ..sharding.unit import Unit
 from .shard_set import ShardSet
 from .verdict import StepResult
+from .rank_agreement import comm_of_units
 
 NOT_FOUND = 1 << 30
 LATER = "If the next step is like it, the unit where it begins is named."
@@ -136,7 +137,7 @@ class NonFiniteReport:
         for k, unit in enumerate(seen):
             if unit is not None:
                 row[k] = orders[k].index(unit)
-        rows = runtime.comm_of_units.all_gather_rows(row, "where numbers stop being finite")
+        rows = comm_of_units(runtime).all_gather_rows(row, "where numbers stop being finite")
         for order, place in zip(orders, rows.amin(dim=0).tolist(), strict=True):
             if place != NOT_FOUND:
                 return runtime.units[order[int(place)]]

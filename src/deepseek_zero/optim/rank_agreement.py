@@ -7,6 +7,7 @@ import logging
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..comm.agreement import agree, agree_on, values_in
+from ..comm.collectives import Comm
 from ..sharding.runtime import Runtime
 from .shard_set import ShardSet
 from .verdict import Verdict, absent_among
@@ -104,3 +105,14 @@ def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
             "use a block's parameters in one checkpoint (or none) of the forward, or leave the "
             "gradients as they are.",
         )
+
+
+def comm_of_units(runtime: Runtime) -> Comm:
+    """Return the communicator of the ranks that hold parts of the same units.
+
+    These are all ranks except those of other pipeline stages.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+    """
+    return runtime.comm if "pp" in runtime.comm.along else runtime.comm.whole

@@ -42,6 +42,44 @@ def outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
         yield unit
 
 
+def backward_order(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
+    """Return the order of backward: last used first, but a unit before inner units.
+
+    The output of an enclosing unit is computed after the outputs of the units inside it.
+
+    Args:
+        order: The units in the order of forward, the root first.
+        around: For each nested unit, the number of the innermost unit around it, from `enclosing`.
+    """
+    root, *rest = order
+    inside: dict[int, list[int]] = {unit: [] for unit in order}
+    for unit in rest:
+        inside[around.get(unit, root)].append(unit)
+    found = []
+    to_come = [root]
+    while to_come:
+        found.append(to_come.pop())
+        to_come += inside[found[-1]]
+    return found
+
+
+def ends_of_use(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
+    """Return the units last used at each position of a pass, inner ones first.
+
+    An enclosing unit is in use until the last unit inside it is done.
+
+    Args:
+        order: The units in the order of the pass, the root first.
+        around: For each nested unit, the number of the innermost unit around it, from `enclosing`.
+    """
+    last = {each: k for k, unit in enumerate(order[1:], 1) for each in outward(unit, around)}
+    found = [
+        [each for each in outward(unit, around) if last[each] == k]
+        for k, unit in enumerate(order[1:], 1)
+    ]
+    return [[], *found]
+
+
 def cut_units(units: Sequence[UnitPlan]) -> frozenset[int]:
     """Return the units that process the micro-batches of a batch one after the other.
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from .enclosed_units import cut_units, enclosing, outward
+from .enclosed_units import backward_order, cut_units, enclosing, ends_of_use
 from .plan_settings import PlanSettings
 from .schedule import Action, ActionKind, Pass, Schedule
 from .schedule_proof import verify
@@ -113,10 +113,10 @@ def plan_schedule(
     """
     around = around or {}
     forward = list(order)
-    backward = _reverse(order, around)
+    backward = backward_order(order, around)
     at_turn = set[int]()
     if settings.streams_weights:
-        at_turn = {order[0], *_ends(forward, around)[-1]}
+        at_turn = {order[0], *ends_of_use(forward, around)[-1]}
     kept = _kept(sizes, backward, settings, at_turn)
     work = _Work(
         sizes,
@@ -173,7 +173,7 @@ class _Work:
         turns = [(unit, list(mine)) for unit, mine in groupby(computes, lambda each: each.unit)]
         units = [unit for unit, _ in turns]
         gathers = _gathers(self.sizes, units, self.around, self.settings, resident, stays)
-        ends = _ends(units, self.around)
+        ends = ends_of_use(units, self.around)
         ends[-1].append(units[0])
         actions = list[Action]()
         for place, (_, mine) in enumerate(turns):
@@ -201,40 +201,6 @@ class _Work:
         if is_total and unit in self.ahead:
             found.append(Action(ActionKind.UPDATE, unit))
         return found
-
-
-# -- orders, ends and gathers of a pass
-
-
-def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
-    """Return the order of backward: last used first, but a unit before inner units.
-
-    The output of an enclosing unit is computed after the outputs of the units inside it.
-    """
-    root, *rest = order
-    inside: dict[int, list[int]] = {unit: [] for unit in order}
-    for unit in rest:
-        inside[around.get(unit, root)].append(unit)
-    found = []
-    to_come = [root]
-    while to_come:
-        found.append(to_come.pop())
-        to_come += inside[found[-1]]
-    return found
-
-
-def _ends(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
-    """Return the units last used at each position of a pass, inner ones first.
-
-    An enclosing unit is in use until the last unit inside it is done (`outward` yields a unit and
-    its enclosing units).
-    """
-    last = {each: k for k, unit in enumerate(order[1:], 1) for each in outward(unit, around)}
-    found = [
-        [each for each in outward(unit, around) if last[each] == k]
-        for k, unit in enumerate(order[1:], 1)
-    ]
-    return [[], *found]
 
 
 def _kept(
@@ -277,7 +243,7 @@ def _gathers(
     issued = set(resident)
     live = sum(sizes[unit] for unit in resident)
     issue: list[list[int]] = []
-    ends = _ends(order, around)
+    ends = ends_of_use(order, around)
     for k, unit in enumerate(order):
         now = []
         if unit not in issued:

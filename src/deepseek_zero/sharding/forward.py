@@ -17,7 +17,6 @@ from ..base.device import (
     next_node_number,
     outside_torch_func,
 )
-from ..base.errors import NotBuiltError
 from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, tensors_in
 from ..precision.policy import Policy
@@ -25,7 +24,7 @@ from .backward import Backward
 from .hooks import weak_hook
 from .model_changes import Structure, explain_dtypes, frozen_or_unfrozen
 from .regroup import WrappedModel, follow_requires_grad
-from .root_parts import RootParts
+from .root_parts import RootParts, refuse_torch_func
 from .saved_tensor_hooks import weight_hooks
 from .step_state import ForwardFrame, Phase
 from .unit import Unit, UnitState
@@ -99,14 +98,7 @@ class Forward:
         unit = self.units[number]
         if not in_torch_func():
             return self._begin(unit, args, kwargs)
-        if unit.sharded:
-            raise NotBuiltError(
-                f"torch.func differentiates the forward of '{unit.name}', whose weights are "
-                "sharded.",
-                "What it keeps for its backward are the weights themselves, which are released "
-                "before.",
-                "use loss.backward() or torch.autograd.grad at stage 3, or stages 0 to 2.",
-            )
+        refuse_torch_func(unit)
         # The transform computes its own derivatives, but none of a parameter, so no hook is needed.
         with outside_torch_func(), torch.no_grad():
             self._begin(unit, (), {})

@@ -52,8 +52,6 @@ class GatherLane:
         self.order_is_agreed = False
         self.recorded: list[int] = []
         self.part_of: Callable[[Pass], Pass] = whole_pass
-        # By number of a unit, the other units whose parameters its forward reads.
-        self._externals: dict[int, list[Unit]] = {}
         self._walk: Pass | None = None  # the current pass
         self._reached = 0  # the number of places whose gathers were requested
         # Units whose gathers were requested, but must wait for an update.
@@ -142,7 +140,7 @@ class GatherLane:
         if in_turn:
             self._first_passes.advance(unit.numel)
         if externals:
-            for other in self._externals.get(unit.number, ()):
+            for other in unit.externals:
                 self.unshard(other)
 
     def unshard_apart(self, unit: Unit) -> None:
@@ -170,30 +168,6 @@ class GatherLane:
             self._apart = None
             with torch.no_grad():
                 unit.reshard()
-
-    def remember_external(self, reader: Unit, owner: Unit) -> None:
-        """Record that the forward of `reader` reads a parameter of `owner`.
-
-        The backward of `reader` reads it too if autograd saved the parameter itself.
-
-        Args:
-            reader: The unit whose forward reads the parameter.
-            owner: The unit that has the parameter.
-        """
-        known = self._externals.setdefault(reader.number, [])
-        if owner not in known and owner is not reader:
-            known.append(owner)
-
-    def forget_external(self, reader: Unit, owner: Unit) -> None:
-        """Remove a record of `remember_external`; a later read is recorded again.
-
-        Args:
-            reader: The unit whose forward reads the parameter.
-            owner: The unit that has the parameter.
-        """
-        known = self._externals.get(reader.number, [])
-        if owner in known:
-            known.remove(owner)
 
     def after_forward(
         self, unit: Unit, *, training: bool, recomputes: bool, was_unsharded: bool

@@ -18,11 +18,11 @@ from ..tiers.tier import Tier
 from .buffer import FlatBuffer
 from .comm_context import CommContext
 from .main_weight import MasterWeight
-from .move import move
 from .param_group import GroupParts, ParamGroup
 from .param_info import ParamInfo
-from .sharded_parameter import clear_owner, owner_of, set_owner, take_values
+from .sharded_parameter import owner_of, set_owner, take_values
 from .split_main_weight import SplitMasterWeight
+from .whole_values import restore_params
 
 
 def build_group(
@@ -152,38 +152,6 @@ def allocate_weight(group: ParamGroup, name: str) -> None:
     group.weight_gather = group.parts.weight_gather(group, what)
     group.weight = group.weight_gather.allocate(what)
     group.weight.guard = group.guard
-
-
-def restore_params(group: ParamGroup) -> None:
-    """Make every parameter a plain parameter with the main weight's values.
-
-    Note:
-        Collective: every rank of the shard group must call it.
-    """
-    full = whole_values(group)
-    for member in group.members:
-        member.unshard(full.view(member.slot).clone())
-        clear_owner(member.param)
-
-
-def whole_values(group: ParamGroup) -> FlatBuffer:
-    """Gather all values of a group's main weight, or of its weight if it has no main weight.
-
-    Args:
-        group: The parameter group.
-
-    Returns:
-        A replicated buffer with all values.
-
-    Note:
-        Collective: every rank of the shard group must call it.
-    """
-    source = group.master.values() if group.master is not None else group.weight
-    device = group.comm_ctx.pool.device
-    memory = torch.empty(group.layout.padded_numel, dtype=source.spec.dtype, device=device)
-    full = FlatBuffer(group.layout, source.spec.gathered(), memory)
-    move(source, full, group.comm_ctx, group.members[0].name).wait()
-    return full
 
 
 def build_master(group: ParamGroup, values: FlatBuffer | None = None) -> MasterWeight | None:

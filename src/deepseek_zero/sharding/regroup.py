@@ -35,9 +35,7 @@ from .group_build import (
     build_group,
     build_master,
     build_states,
-    restore_params,
     set_placeholders,
-    whole_values,
 )
 from .model_changes import Structure, frozen_or_unfrozen
 from .param_group import ParamGroup
@@ -45,6 +43,7 @@ from .param_info import ParamInfo
 from .reduce_lane import ReduceLane
 from .step_state import StepState
 from .unit import Unit
+from .whole_values import restore_params, whole_values
 
 
 class WrappedModel(Protocol):

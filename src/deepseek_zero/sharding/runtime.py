@@ -16,12 +16,12 @@ from dataclasses import replace
 from torch import nn
 
 from ..base.device import backward_id
-from ..comm.collectives import Comm
 from ..planner.make_schedule import schedule_units
 from ..planner.plan import Plan
 from ..planner.schedule import Schedule
 from .backward import Backward
 from .comm_context import CommContext
+from .external_params import fetch_external
 from .forward import Forward
 from .gather_lane import GatherLane
 from .loss_factor import LossFactor
@@ -172,14 +172,6 @@ class Runtime:
         self.gathers.follow(schedule)
         self.reductions.follow(schedule, self.settings)
 
-    @property
-    def comm_of_units(self) -> Comm:
-        """The communicator of the ranks that hold parts of the same units.
-
-        These are all ranks except those of other pipeline stages.
-        """
-        return self.comm if "pp" in self.comm.along else self.comm.whole
-
     def unit_of(self, group: ParamGroup) -> Unit:
         """Return the unit to which a group belongs."""
         return next(unit for unit in self.units if group in unit.groups)
@@ -197,14 +189,7 @@ class Runtime:
             Collective if the unit is gathered: every rank of the shard group must call it in the
             same order.
         """
-        active = self.step.active
-        if self.step.phase is Phase.IDLE and not active and backward_id() == -1:
-            return False
-        unit = self.unit_of(group)
-        if active:
-            self.gathers.remember_external(active[-1].unit, unit)
-        self.gathers.unshard(unit)
-        return True
+        return fetch_external(self.unit_of(group), self.step, self.gathers)
 
     def fetch_saved(self, group: ParamGroup) -> None:
         """Gather the unit of a group when backward needs a weight that forward saved.

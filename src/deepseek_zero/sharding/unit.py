@@ -59,6 +59,7 @@ class Unit:
         is_promoted: Whether the unit computes in fp32 although the run uses 16 bits (precision
             "auto").
         is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
+        externals: Other units whose parameters the forward of the unit reads (external_params.py).
         watch: Called with the unit after its weights were gathered; may be None.
     """
 
@@ -83,6 +84,7 @@ class Unit:
         self.is_pinned = False
         self.is_promoted = False
         self.is_tile = is_tile
+        self.externals: list[Unit] = []
         self.watch: Callable[[Unit], None] | None = None
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
@@ -126,11 +128,6 @@ class Unit:
         return UnitPlan(self.name, tuple(group.planned for group in self.groups), self.is_tile)
 
     @property
-    def gathered_numel(self) -> int:
-        """Return the number of elements in the gathered weights of the unit, including padding."""
-        return sum(group.layout.padded_numel for group in self.sharded)
-
-    @property
     def is_copied(self) -> bool:
         """Return whether a gather makes copies that a release frees.
 
@@ -147,10 +144,6 @@ class Unit:
     def numel(self) -> int:
         """Return the number of elements of all groups with padding, the unit's largest message."""
         return sum(group.layout.padded_numel for group in self.groups)
-
-    def explain(self) -> list[str]:
-        """Return a line per group: memory and dtype of weight, gradient, master, moments."""
-        return self.planned.explain(self.number)
 
     def members(self) -> list[ParamInfo]:
         """Return the parameters of all groups."""

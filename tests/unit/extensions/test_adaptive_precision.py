@@ -48,7 +48,10 @@ class Run:
 
     @staticmethod
     def _unit(name: str) -> Any:
-        return SimpleNamespace(name=name, trained=[None], is_promoted=False, explain=list)
+        planned = SimpleNamespace(explain=lambda number: [])
+        return SimpleNamespace(
+            name=name, trained=[None], is_promoted=False, number=0, planned=planned
+        )
 
     def promote(self, unit: Any, *, to_fp32: bool) -> None:
         assert unit.is_promoted != to_fp32

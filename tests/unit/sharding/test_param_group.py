@@ -13,11 +13,11 @@ from deepseek_zero.extensions.gathered_parameters import set_full_values
 from deepseek_zero.planner.spec import R, S
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.sharding.buffer import FlatBuffer
-from deepseek_zero.sharding.group_build import restore_params
 from deepseek_zero.sharding.move import move
 from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.regroup import promote, relayout
 from deepseek_zero.sharding.sharded_parameter import ShardedParameter
+from deepseek_zero.sharding.whole_values import restore_params
 from tests.in_process import CPU, Rank, build_one, run_ranks
 from tests.models import Odd
 
