@@ -43,11 +43,13 @@ SKIPPED = {
     "planner/enclosed_units.py": "orders units that contain other units",
     "planner/schedule_proof.py": "proves that a schedule is right",
     "planner/units.py": "describes the units of a plan",
+    "sharding/casts.py": "casts arguments and outputs of units to their dtypes",
     "sharding/loss_factor.py": "finds the factor by which a program multiplied a loss",
     "sharding/model_changes.py": "refuses changes of the model after it was wrapped",
     "sharding/root_parts.py": "gathers the root for parts that a program calls by themselves",
     "sharding/sharded_gradient.py": "is the tensor that a program finds in .grad",
     "sharding/sharded_parameter.py": "is the class of a sharded parameter",
+    "sharding/tiles.py": "gathers parts of large layers outside of the schedule",
     "tiers/budget.py": "counts memory of the device",
     "tiers/tier.py": "has the memories of states; a plain step uses `Storage` only",
 }

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..activations import recompute
 from ..base.errors import UsageError
 from ..base.log import log_once, logger
 from ..base.mesh import Mesh
@@ -22,6 +20,7 @@ from .losses import Losses
 from .micro_batches import HeldReductions, has_graph
 from .module_wrapper import StandsForModule
 from .observer import Observer
+from .optimizer import move_rates
 from .parts import Parts, plan_of
 from .step_fields import StepFields
 from .stragglers import stragglers_of
@@ -292,7 +291,7 @@ class Engine(StandsForModule):
         else:
             self._stepped = True
             if self.lr_scheduler is not None:
-                _move_rates(self.lr_scheduler, lr_kwargs)
+                move_rates(self.lr_scheduler, lr_kwargs)
         self.observer.stepped(self)
         if self.parts.saver.current is not None:
             self.parts.saver.commit_if_written()
@@ -353,26 +352,10 @@ class Engine(StandsForModule):
         self.parts.saver.finish()
         self.parts.saver.close()
         self.runtime.remove_hooks()
-        recompute.release(self.parts.recompute)
-        if self.parts.vertical is not None:
-            self.parts.vertical.remove()
-        if self.parts.preemption is not None:
-            self.parts.preemption.release()
-        if self.parts.determinism is not None:
-            self.parts.determinism.release()
+        self.parts.release()
         self.observer.close()
 
     @property
     def device(self) -> torch.device:
         """The device on which this rank computes, for example `cuda:0`."""
         return self.mesh.device
-
-
-def _move_rates(scheduler: Any, lr_kwargs: dict[str, Any]) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs:
-        raise UsageError(
-            "ReduceLROnPlateau received no metric.",
-            "It lowers the rate when a metric stops improving, and engine.step() has none.",
-            'pass one: engine.step(lr_kwargs={"metrics": loss}).',
-        )
-    scheduler.step(**lr_kwargs)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..base.errors import UsageError, shown
 from ..kernels.rules import OPEN_OPTIONS
@@ -252,3 +253,22 @@ def _groups(model: nn.Module, params: Sequence[Any] | None) -> Groups:
         return with_replacements({**group, "params": list(group["params"])} for group in params)
     unnamed = [item[1] if isinstance(item, tuple) else item for item in params]
     return with_replacements([{"params": unnamed}])
+
+
+def move_rates(scheduler: Any, lr_kwargs: dict[str, Any]) -> None:
+    """Advance a learning-rate schedule by one step.
+
+    Args:
+        scheduler: The schedule, with the interface of `torch.optim.lr_scheduler`.
+        lr_kwargs: Keyword arguments that are passed to its `step`.
+
+    Raises:
+        UsageError: A ReduceLROnPlateau received no metric.
+    """
+    if isinstance(scheduler, ReduceLROnPlateau) and "metrics" not in lr_kwargs:
+        raise UsageError(
+            "ReduceLROnPlateau received no metric.",
+            "It lowers the rate when a metric stops improving, and engine.step() has none.",
+            'pass one: engine.step(lr_kwargs={"metrics": loss}).',
+        )
+    scheduler.step(**lr_kwargs)

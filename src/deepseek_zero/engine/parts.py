@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import activations, attention
 from ..activations.recompute import Recompute
+from ..activations.recompute import release as release_recompute
 from ..base.capabilities import Capabilities
 from ..extensions.policies import PolicySettings
 from ..extensions.state_dicts import StateDicts
@@ -75,6 +76,16 @@ class Parts:
     sparse_attention: attention.SparseAttention | None = None
     # Keyword arguments of DeepSeekZeRO3 about its optimizer, compared with ZeroOptimizer's later
     told: dict[str, Any] = field(default_factory=dict)
+
+    def release(self) -> None:
+        """Undo what the optional features have changed in the process."""
+        release_recompute(self.recompute)
+        if self.vertical is not None:
+            self.vertical.remove()
+        if self.preemption is not None:
+            self.preemption.release()
+        if self.determinism is not None:
+            self.determinism.release()
 
 
 def plan_of(

@@ -19,7 +19,7 @@ from ..sharding.buffer import FlatBuffer
 from ..sharding.comm_context import CommContext
 from ..sharding.grad_reduction import GradReduction
 from ..sharding.group import Group
-from ..sharding.move import all_gather, move
+from ..sharding.move import move
 
 
 class SumOverReplicas(GradReduction):
@@ -57,7 +57,10 @@ class SumOverReplicas(GradReduction):
         pending = all_reduce(buffer.shard(comm_ctx.comm.rank), outer, what)
         if not self.group.plan.sums_to_all or comm_ctx.comm.size == 1:
             return pending
-        return pending.then(lambda: all_gather(buffer.memory, "reduce", comm_ctx, what).wait())
+        route = comm_ctx.route
+        return pending.then(
+            lambda: route.all_gather(buffer.memory, "reduce", comm_ctx, what).wait()
+        )
 
     def copy_from_first(self, values: Tensor, what: str) -> None:
         """Copy `values` from the first replica to all other replicas.

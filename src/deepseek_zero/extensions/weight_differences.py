@@ -17,7 +17,6 @@ from ..sharding.buffer import FlatBuffer
 from ..sharding.coded_message import CodedMessage
 from ..sharding.comm_context import CommContext
 from ..sharding.group import Group
-from ..sharding.move import all_gather
 from ..sharding.param_ranges import owned_range, owned_view
 from ..sharding.weight_gather import WeightGather
 
@@ -121,7 +120,7 @@ def send_differences(
     lacking.copy_(source.read(0, numel)).sub_(target.shard(comm.rank))
     message.encode(lacking, comm.rank * numel)
     pool.give(lacking)
-    pending = all_gather(message.memory, "gather", comm_ctx, what)
+    pending = comm_ctx.route.all_gather(message.memory, "gather", comm_ctx, what)
 
     def add() -> None:
         for rank in range(comm.size):

@@ -19,6 +19,7 @@ from .model_changes import refuse_unused
 from .param_group import ParamGroup
 from .reduce_lane import ReduceLane
 from .step_state import Phase, StepState
+from .tiles import LayerTiles
 
 
 class Driver(Protocol):
@@ -56,6 +57,7 @@ class Backward:
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
         step: The phase of the model and the progress of the current step.
+        tiles: Gathers parts of large layers for uses that the schedule does not contain.
         driver: A function that returns the pipeline loop that drives the model, or None. A weak
             reference.
     """
@@ -74,6 +76,7 @@ class Backward:
         self.comm_ctx = comm_ctx
         self.loss_factor = loss_factor
         self.step = StepState()
+        self.tiles = LayerTiles(gathers, self.step)
         self.driver: Callable[[], Driver | None] = lambda: None
         self._number = -1  # `backward_id` of the current backward
 
@@ -129,9 +132,9 @@ class Backward:
         if self.step.nonfinite is not None:
             self.step.nonfinite.record("grad", number, grad)
         if not is_first:
-            gathers.unshard_apart(unit)
+            self.tiles.unshard_apart(unit)
             return
-        gathers.end_apart()
+        self.tiles.end_apart()
         gathers.reshard_frozen_before(unit)
         if reductions.reduces_now and number and self.step.forwards <= 1:
             gathers.gather_for_others(unit)

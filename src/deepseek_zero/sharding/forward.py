@@ -18,9 +18,10 @@ from ..base.device import (
     outside_torch_func,
 )
 from ..base.meter import BETWEEN
-from ..base.nested import cast_inputs, tensors_in
+from ..base.nested import tensors_in
 from ..precision.policy import Policy
 from .backward import Backward
+from .casts import Casts
 from .hooks import weak_hook
 from .model_changes import Structure, explain_dtypes, frozen_or_unfrozen
 from .regroup import WrappedModel, follow_requires_grad
@@ -44,6 +45,7 @@ class Forward:
         root: The unit of parameters outside all other units.
         structure: Checks that the program has not added or replaced parameters.
         policy: The dtypes of the model.
+        casts: Casts the values that are passed between units.
         root_parts: Hooks for modules of the root unit that a program calls directly, outside the
             forward of the model.
     """
@@ -63,7 +65,7 @@ class Forward:
         self.comm = backward.comm
         self.structure = structure
         self.policy = policy
-        self._tiles_used: set[int] = set()  # tiles used in the current forward
+        self.casts = Casts(self.root, policy)
         self.root_parts = RootParts(backward)
 
     @property
@@ -102,7 +104,7 @@ class Forward:
         # The transform computes its own derivatives, but none of a parameter, so no hook is needed.
         with outside_torch_func(), torch.no_grad():
             self._begin(unit, (), {})
-        return self._as_computed(unit, args, kwargs)
+        return self.casts.as_computed(unit, args, kwargs)
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         self.step.active[-1].has_returned = True
@@ -115,7 +117,7 @@ class Forward:
             return output
         with outside_torch_func(), torch.no_grad():
             self._end(unit, (), ())
-        return self._as_passed(unit, output)
+        return self.casts.as_passed(unit, output)
 
     # -- one forward of a unit
 
@@ -129,10 +131,10 @@ class Forward:
             self.backward.recover()
             step.enter(Phase.FORWARD)
             self.comm.meter.clock.enter("forward")
-            self._tiles_used.clear()
+            self.backward.tiles.begin_forward()
         # Gradients may be scaled where they enter or leave an outermost forward
         is_border = step.is_outermost and self.loss_factor.has_border
-        is_first = not unit.is_tile or self._is_first_use(unit)
+        is_first = self.backward.tiles.is_first_use(unit)
         number = next_node_number() if is_border else None
         was_unsharded = unit.state is not UnitState.SHARDED
         frame = ForwardFrame(unit, was_unsharded, is_first, number)
@@ -149,7 +151,7 @@ class Forward:
         self.gathers.unshard(unit, in_turn=not is_recomputed, externals=True)
         if is_border:
             args, kwargs = self.loss_factor.inside((args, kwargs))
-        args, kwargs = self._as_computed(unit, args, kwargs)
+        args, kwargs = self.casts.as_computed(unit, args, kwargs)
         if step.nonfinite is not None:
             step.nonfinite.record("input", unit.number, (args, kwargs))
         for context in self._contexts(unit):
@@ -178,17 +180,6 @@ class Forward:
                 follow_requires_grad(self.model)
             walk = self.gathers.schedule.forward
         self.gathers.begin(walk)
-
-    def _is_first_use(self, tile: Unit) -> bool:
-        """Return whether this is the first use of a tile in this forward.
-
-        A recomputed use counts as a first one.
-        """
-        if self.step.phase is not Phase.FORWARD:
-            return True
-        is_first = tile.number not in self._tiles_used
-        self._tiles_used.add(tile.number)
-        return is_first
 
     def _contexts(self, unit: Unit) -> Iterator[Any]:
         autocast = self.policy.autocast
@@ -222,7 +213,7 @@ class Forward:
                     explain_dtypes(error, unit.module, self.policy.compute)
                 self.comm.waits.post_error(error)
             return output
-        output = self._as_passed(unit, output)
+        output = self.casts.as_passed(unit, output)
         if self.step.nonfinite is not None:
             self.step.nonfinite.record("output", unit.number, output)
         is_recorded = torch.is_grad_enabled()
@@ -251,22 +242,3 @@ class Forward:
         self.comm.meter.clock.enter(BETWEEN)
         if is_recorded and self.backward.is_in_step:
             self.step.forwards += 1
-
-    # -- dtypes
-
-    def _compute_dtype(self, unit: Unit) -> torch.dtype | None:
-        return torch.float32 if unit.is_promoted else self.policy.compute
-
-    def _as_computed(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Cast a unit's arguments to its compute dtype."""
-        is_cast = unit is self.root and self.policy.auto_cast
-        if not is_cast and not self.model.any_promoted:
-            return args, kwargs
-        dtype = self._compute_dtype(unit)
-        return cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
-
-    def _as_passed(self, unit: Unit, output: Any) -> Any:
-        """Cast a unit's output to the dtype that is passed between units."""
-        if not self.model.any_promoted or unit is self.root:
-            return output
-        return cast_inputs(output, self._compute_dtype(self.root))

@@ -57,7 +57,6 @@ class GatherLane:
         # Units whose gathers were requested, but must wait for an update.
         self._to_gather: deque[int] = deque()
         self._resident_before: frozenset[int] = frozenset()  # units unsharded before the pass
-        self._apart: Unit | None = None  # the tile that `unshard_apart` has gathered
         # Logs the progress of the first forward and backward, which may be slow.
         self._first_passes = FirstPasses(sum(unit.numel for unit in units))
         self.follow(schedule)
@@ -142,32 +141,6 @@ class GatherLane:
         if externals:
             for other in unit.externals:
                 self.unshard(other)
-
-    def unshard_apart(self, unit: Unit) -> None:
-        """Unshard a tile (a part of a large layer) outside of the schedule, until `end_apart`.
-
-        If several layers share a tile, the schedule contains only the backward of its first use.
-        Backward needs the tile for later uses too.
-
-        Args:
-            unit: The unit of the tile.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
-        if self._apart is unit:
-            return
-        self.end_apart()
-        self._apart = unit if unit.state is UnitState.SHARDED else None
-        self.unshard(unit, in_turn=False)
-
-    def end_apart(self) -> None:
-        """Release the tile that `unshard_apart` has gathered."""
-        if self._apart is not None:
-            unit = self._apart
-            self._apart = None
-            with torch.no_grad():
-                unit.reshard()
 
     def after_forward(
         self, unit: Unit, *, training: bool, recomputes: bool, was_unsharded: bool

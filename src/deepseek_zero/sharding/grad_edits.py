@@ -14,7 +14,6 @@ from ..planner.layout import Slot
 from .grad_sum import GradState, GradSum
 from .gradient import Gradient
 from .group import Group
-from .move import all_gather
 from .param_ranges import local_range, owned_range, owned_view
 from .sharded_gradient import Part, ShardedGradient, own_part_of
 
@@ -226,7 +225,9 @@ class GradEdits:
         self.gradient.sum.known_squares = None
         if not is_whole:
             return DONE
-        return all_gather(self.gradient.sum.ensure().memory, "reduce", self.group.comm_ctx, what)
+        comm_ctx = self.group.comm_ctx
+        memory = self.gradient.sum.ensure().memory
+        return comm_ctx.route.all_gather(memory, "reduce", comm_ctx, what)
 
     def _ensure_sum(self) -> None:
         """Create a reduced gradient of zeros if no backward has produced one."""

@@ -81,25 +81,7 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
         into.copy_(own)
     if comm.size == 1:
         return DONE
-    return all_gather(target.load(), "gather", comm_ctx, what)
-
-
-def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-    """Fill `full` with the slices of all ranks.
-
-    Args:
-        full: The output, shape ``(ranks * slice_numel,)``; this rank's slice must be in place.
-        lane: The name of the ordered sequence of collectives to which this one belongs.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
-        what: The name of the unit, used in error messages.
-
-    Returns:
-        A handle; `full` may not be read or written before ``wait()`` returns.
-
-    Note:
-        Collective: every rank of the shard group must call it in the same order.
-    """
-    return comm_ctx.route.all_gather(full, lane, comm_ctx, what)
+    return comm_ctx.route.all_gather(target.load(), "gather", comm_ctx, what)
 
 
 class _ReduceScatter:

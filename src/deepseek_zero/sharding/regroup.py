@@ -26,6 +26,7 @@ from ..planner.plan import Plan
 from ..planner.plan_settings import Compression, PlanSettings
 from ..planner.spec import ShardPlan
 from ..planner.units import plan_group
+from .casts import Casts
 from .comm_context import CommContext
 from .grad_reduction import GradReduction
 from .grad_sum import GradState
@@ -46,6 +47,12 @@ from .unit import Unit
 from .whole_values import restore_params, whole_values
 
 
+class HasCasts(Protocol):
+    """Interface of `Forward`, whose casts follow the dtypes of units."""
+
+    casts: Casts
+
+
 class WrappedModel(Protocol):
     """Interface of `Runtime` for the functions of this file, and for the hooks of forward."""
 
@@ -56,8 +63,9 @@ class WrappedModel(Protocol):
     reductions: ReduceLane
     step: StepState
     structure: Structure
-    any_promoted: bool
 
+    @property
+    def forward(self) -> HasCasts: ...
     @property
     def plan(self) -> Plan: ...
     @property
@@ -283,7 +291,7 @@ def promote_unit(runtime: WrappedModel, unit: Unit, *, to_fp32: bool) -> None:
     unit.is_promoted = to_fp32
     for group in unit.trained:
         promote(group, unit.name, to_fp32=to_fp32)
-    runtime.any_promoted = any(each.is_promoted for each in runtime.units)
+    runtime.forward.casts.any_promoted = any(each.is_promoted for each in runtime.units)
 
 
 # -- settings; every rank must call these functions between the same two steps

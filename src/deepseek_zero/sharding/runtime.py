@@ -52,8 +52,6 @@ class Runtime:
         gathers: Issues the all-gathers of weights, in order.
         reductions: Issues the reductions of gradients, in order.
         step: The phase of the model and the progress of the current step.
-        any_promoted: Whether some units compute in fp32 and others in 16 bits (precision "auto"),
-            so values passed between them are cast.
         hooks: The handles of all hooks on the model; empty after they were removed.
         after_steps: Functions that extensions run after each step, on every rank.
     """
@@ -73,7 +71,6 @@ class Runtime:
         self._planned = plan
         self.comm = comm_ctx.world
         self.comm_ctx = comm_ctx
-        self.any_promoted = False
         self.after_steps: list[Callable[[Runtime], None]] = []
         reference = weakref.ref(self)
 

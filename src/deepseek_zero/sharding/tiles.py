@@ -1,0 +1,68 @@
+"""Tiles: parts of a large layer, which several layers may share (extensions/tiled.py)."""
+
+from __future__ import annotations
+
+import torch
+
+from .gather_lane import GatherLane
+from .step_state import Phase, StepState
+from .unit import Unit, UnitState
+
+
+class LayerTiles:
+    """Gathers tiles for uses that the schedule does not contain.
+
+    If several layers share a tile, the schedule contains only its first use in forward, which
+    backward reaches last.
+
+    Args:
+        gathers: Issues the all-gathers of the model.
+        step: The phase of the model.
+    """
+
+    def __init__(self, gathers: GatherLane, step: StepState) -> None:
+        self.gathers = gathers
+        self.step = step
+        self._used: set[int] = set()  # tiles used in the current forward
+        self._apart: Unit | None = None  # the tile that `unshard_apart` has gathered
+
+    def begin_forward(self) -> None:
+        """Forget the uses of tiles in the last forward."""
+        self._used.clear()
+
+    def is_first_use(self, unit: Unit) -> bool:
+        """Record a use of a unit, and return whether it is the first one in this forward.
+
+        A recomputed use, and any use of a unit that is not a tile, counts as a first one.
+
+        Args:
+            unit: The unit whose forward begins.
+        """
+        if not unit.is_tile or self.step.phase is not Phase.FORWARD:
+            return True
+        is_first = unit.number not in self._used
+        self._used.add(unit.number)
+        return is_first
+
+    def unshard_apart(self, unit: Unit) -> None:
+        """Unshard a tile outside of the schedule, until `end_apart`.
+
+        Args:
+            unit: The unit of the tile.
+
+        Note:
+            Collective: every rank of the shard group must call it in the same order.
+        """
+        if self._apart is unit:
+            return
+        self.end_apart()
+        self._apart = unit if unit.state is UnitState.SHARDED else None
+        self.gathers.unshard(unit, in_turn=False)
+
+    def end_apart(self) -> None:
+        """Release the tile that `unshard_apart` has gathered."""
+        if self._apart is not None:
+            unit = self._apart
+            self._apart = None
+            with torch.no_grad():
+                unit.reshard()
