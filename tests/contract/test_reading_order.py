@@ -40,6 +40,7 @@ SKIPPED = {
     "optim/one_pass.py": "updates by kernels, which give the bits of PyTorch",
     "optim/tile_memory.py": "lends buffers to updates, and fetches states from other memories",
     "optim/update_guard.py": "refuses steps after an update that failed halfway",
+    "planner/added_actions.py": "adds updates and sums over replicas to a schedule",
     "planner/enclosed_units.py": "orders units that contain other units",
     "planner/schedule_proof.py": "proves that a schedule is right",
     "planner/units.py": "describes the units of a plan",

@@ -17,9 +17,8 @@ from torch import Tensor
 from ..base.log import log_once
 from ..base.nested import map_tensors
 from ..sharding.unit import Unit
-from .shard_set import ShardSet
-from .verdict import StepResult
 from .rank_agreement import comm_of_units
+from .verdict import StepResult
 
 NOT_FOUND = 1 << 30
 LATER = "If the next step is like it, the unit where it begins is named."

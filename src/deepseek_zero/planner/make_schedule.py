@@ -11,9 +11,10 @@ unit that one rank skips is still gathered by all.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
+from .added_actions import with_totals, with_updates
 from .enclosed_units import backward_order, cut_units, enclosing, ends_of_use
 from .plan_settings import PlanSettings
 from .schedule import Action, ActionKind, Pass, Schedule
@@ -118,89 +119,59 @@ def plan_schedule(
     if settings.streams_weights:
         at_turn = {order[0], *ends_of_use(forward, around)[-1]}
     kept = _kept(sizes, backward, settings, at_turn)
-    work = _Work(
-        sizes,
-        around,
-        settings,
-        frozenset(updates_in_forward),
-        frozenset(ahead),
-        frozenset(all_reduced),
-    )
-
+    lower = partial(_lower, sizes, around, settings)
     micro_batches = settings.layerwise_micro_batches
     forwards = compute_order(ActionKind.FORWARD, forward, micro_batches, cut)
     backwards = compute_order(ActionKind.BACKWARD, backward, micro_batches, cut)
     schedule = Schedule(
-        forward=work.lower(forwards, stays=kept),
-        inference=work.lower(compute_order(ActionKind.FORWARD, forward)),
-        accumulate=work.lower(backwards, resident=kept, reduces=reduces_each_backward),
-        backward=work.lower(backwards, resident=kept, reduces=True, ends_step=True),
+        forward=with_updates(lower(forwards, stays=kept), updates_in_forward),
+        inference=with_updates(
+            lower(compute_order(ActionKind.FORWARD, forward)), updates_in_forward
+        ),
+        accumulate=lower(backwards, resident=kept, reduces=reduces_each_backward),
+        backward=with_totals(lower(backwards, resident=kept, reduces=True), all_reduced, ahead),
         kept=kept,
     )
     verify(schedule, around, reduces_each_backward=reduces_each_backward, all_reduced=all_reduced)
     return schedule
 
 
-@dataclass(frozen=True)
-class _Work:
-    """The arguments of `plan_schedule` that turn an order of computation into a pass."""
+def _lower(
+    sizes: Sequence[int],
+    around: Mapping[int, int],
+    settings: PlanSettings,
+    computes: Sequence[Action],
+    *,
+    resident: frozenset[int] = frozenset(),
+    stays: frozenset[int] = frozenset(),
+    reduces: bool = False,
+) -> Pass:
+    """Return the pass that computes in a given order.
 
-    sizes: Sequence[int]
-    around: Mapping[int, int]
-    settings: PlanSettings
-    updates_in_forward: frozenset[int]
-    ahead: frozenset[int]
-    all_reduced: frozenset[int]
-
-    def lower(
-        self,
-        computes: Sequence[Action],
-        *,
-        resident: frozenset[int] = frozenset(),
-        stays: frozenset[int] = frozenset(),
-        reduces: bool = False,
-        ends_step: bool = False,
-    ) -> Pass:
-        """Return the pass that computes in this order.
-
-        Args:
-            computes: The forwards or backwards.
-            resident: Units that are gathered when the pass begins.
-            stays: Units that stay gathered when the pass ends.
-            reduces: Whether to reduce gradients.
-            ends_step: Whether to do what is done once a step.
-        """
-        turns = [(unit, list(mine)) for unit, mine in groupby(computes, lambda each: each.unit)]
-        units = [unit for unit, _ in turns]
-        gathers = _gathers(self.sizes, units, self.around, self.settings, resident, stays)
-        ends = ends_of_use(units, self.around)
-        ends[-1].append(units[0])
-        actions = list[Action]()
-        for place, (_, mine) in enumerate(turns):
-            for unit in gathers[place]:
-                if mine[0].kind is ActionKind.FORWARD and unit in self.updates_in_forward:
-                    actions.append(Action(ActionKind.UPDATE, unit))
-                actions.append(Action(ActionKind.GATHER, unit))
-            actions += mine
-            for unit in ends[place]:
-                if reduces:
-                    is_total = ends_step and unit not in self.all_reduced
-                    actions += self._sum(ActionKind.REDUCE, unit, is_total)
-                if unit == units[0] and ends_step:
-                    summed = [each.unit for each in actions if each.kind is ActionKind.REDUCE]
-                    for each in summed:
-                        if each in self.all_reduced:
-                            actions += self._sum(ActionKind.ALL_REDUCE, each, True)
-                if unit not in stays:
-                    actions.append(Action(ActionKind.RELEASE, unit))
-        return Pass(tuple(actions))
-
-    def _sum(self, kind: ActionKind, unit: int, is_total: bool) -> list[Action]:
-        """Return the reduction of a unit and, after its last one, the update that follows."""
-        found = [Action(kind, unit)]
-        if is_total and unit in self.ahead:
-            found.append(Action(ActionKind.UPDATE, unit))
-        return found
+    Args:
+        sizes: For each unit, the elements that a gather adds to this rank.
+        around: For each unit inside another, the number of the innermost unit around it.
+        settings: The ZeRO stage, dtypes, sizes and memories of the run.
+        computes: The forwards or backwards.
+        resident: Units that are gathered when the pass begins.
+        stays: Units that stay gathered when the pass ends.
+        reduces: Whether to reduce gradients.
+    """
+    turns = [(unit, list(mine)) for unit, mine in groupby(computes, lambda each: each.unit)]
+    units = [unit for unit, _ in turns]
+    gathers = _gathers(sizes, units, around, settings, resident, stays)
+    ends = ends_of_use(units, around)
+    ends[-1].append(units[0])
+    actions = list[Action]()
+    for place, (_, mine) in enumerate(turns):
+        actions += [Action(ActionKind.GATHER, unit) for unit in gathers[place]]
+        actions += mine
+        for unit in ends[place]:
+            if reduces:
+                actions.append(Action(ActionKind.REDUCE, unit))
+            if unit not in stays:
+                actions.append(Action(ActionKind.RELEASE, unit))
+    return Pass(tuple(actions))
 
 
 def _kept(
