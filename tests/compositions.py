@@ -22,7 +22,7 @@ from deepseek_zero.api.engine import ZeroEngine
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config.load import load
-from deepseek_zero.engine import assemble as assemble_file
+from deepseek_zero.engine import connecting as connecting_file
 from deepseek_zero.engine import start as start_file
 from deepseek_zero.engine.dialect import EngineDialect
 from deepseek_zero.parallel.apply import virtual
@@ -101,7 +101,7 @@ def engines_of_threads() -> Iterator[Here]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start_file, "current_mesh", current_mesh)
-        patch.setattr(assemble_file, "Comm", lambda *args, **kwargs: here.rank.comm)
+        patch.setattr(connecting_file, "Comm", lambda *args, **kwargs: here.rank.comm)
         # The capability report assumes the library's own transports.
         patch.setattr(Comm, "capabilities", lambda comm: [])
         yield here

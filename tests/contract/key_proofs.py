@@ -2,7 +2,7 @@
 
 A value may be copied from a section to settings and on to other settings. Copying or printing a
 value does not prove that it is used. A read therefore counts only in code outside the assembly
-(engine/settings.py, assemble.py and, for sections, engine/optimizer.py).
+(engine/settings.py, assemble.py, features.py and, for sections, engine/optimizer.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deepseek_zero.config import Config
 from deepseek_zero.config.fields import Section, subsection
 
 PACKAGE = str(Path(deepseek_zero.__file__).parent)
-PASS_ON = ("/engine/settings.py", "/engine/assemble.py")
+PASS_ON = ("/engine/settings.py", "/engine/assemble.py", "/engine/features.py")
 PASS_SECTIONS_ON = (*PASS_ON, "/engine/optimizer.py")
 # __post_init__ validates and does not use values
 PRINTS = {"__repr__", "describe", "__post_init__"}

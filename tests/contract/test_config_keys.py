@@ -32,7 +32,7 @@ from deepseek_zero.config import Config, Facts, Status, resolve
 from deepseek_zero.config.fields import rows
 from deepseek_zero.config.load import PACKAGES, load
 from deepseek_zero.config.schema import SparseAttentionSection
-from deepseek_zero.engine import assemble
+from deepseek_zero.engine import assemble, connecting
 from deepseek_zero.engine.memories import open_tiers
 from deepseek_zero.engine.mesh_statements import AXIS_KEYS
 from deepseek_zero.engine.settings import (
@@ -314,7 +314,7 @@ def names_the_transport() -> None:
             seen.append(kwargs["transport"])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assemble, "Comm", Told)
+        patch.setattr(connecting, "Comm", Told)
         engine_with(transport="gloo").destroy()
     assert seen == ["gloo"]
 

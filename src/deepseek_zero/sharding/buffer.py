@@ -87,16 +87,8 @@ class FlatBuffer:
     """A flat buffer with one state (such as the weight) of one parameter group on this rank.
 
     The buffer has one slice if the state is sharded. It has all elements if the state is
-    replicated, or partial (a gradient that is not yet summed over the ranks).
-
-    Args:
-        layout: The positions of the parameters in the buffer.
-        spec: The placement, dtype and memory of the state.
-        memory: The elements on this rank, flat.
-        storage: The storage that holds the elements between uses if they are offloaded or encoded;
-            None if they are in `memory`.
-        guard: Called before every access; None for a new one.
-        coded_as: The codec of slices that are gathered into this buffer; None for exact slices.
+    replicated, or partial (a gradient that is not yet summed over the ranks). Ranges [low, high) of
+    its methods count elements of this buffer.
 
     Attributes:
         layout: The positions of the parameters in the buffer.
@@ -153,10 +145,6 @@ class FlatBuffer:
 
         Pending updates run first.
 
-        Args:
-            low: The first element of the range, as an index into this buffer.
-            high: The end of the range.
-
         Raises:
             StorageError: A disk failed.
         """
@@ -168,10 +156,6 @@ class FlatBuffer:
 
         A background save has copied the old values before this returns. The storage must hold the
         elements themselves; use `writing` for other storages.
-
-        Args:
-            low: The first element of the range, as an index into this buffer.
-            high: The end of the range.
         """
         assert self.storage.has_elements, "what is written to a copy of elements is lost"
         self.guard.before_write()
@@ -179,12 +163,7 @@ class FlatBuffer:
 
     @contextmanager
     def writing(self, low: int, high: int) -> Iterator[Tensor]:
-        """Return a context manager that yields a flat tensor to overwrite [low, high).
-
-        Args:
-            low: The first element of the range, as an index into this buffer.
-            high: The end of the range.
-        """
+        """Return a context manager that yields a flat tensor to overwrite [low, high)."""
         self.guard.before_write()
         self.guard.before_read()
         with self.storage.writing(low, high) as values:
@@ -194,21 +173,12 @@ class FlatBuffer:
         """Return a flat, read-only view of elements [low, high), fetched if offloaded.
 
         Pending updates run first. Unlike after `elements`, an offloaded range is not stored again.
-
-        Args:
-            low: The first element of the range, as an index into this buffer.
-            high: The end of the range.
         """
         self.guard.before_read()
         return self.storage.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """Return a read-only view of the current values; a pending update does not run.
-
-        Args:
-            low: The first element of the range, as an index into this buffer.
-            high: The end of the range.
-        """
+        """Return a read-only view of the current values; a pending update does not run."""
         return self.storage.read_now(low, high)
 
     @classmethod

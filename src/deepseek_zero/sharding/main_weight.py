@@ -24,6 +24,8 @@ from .buffer import FlatBuffer
 class MasterWeight:
     """This rank's part of the main weight of one group, which the optimizer updates.
 
+    Ranges [place, end) of the methods count elements of this rank's main weight.
+
     Attributes:
         buffer: The values; the int16 remainders if the main weight `is_split`.
         rank: This rank's index in the shard group.
@@ -83,12 +85,7 @@ class MasterWeight:
     # -- values
 
     def in_place_view(self, place: int, end: int) -> Tensor | None:
-        """Return a flat, writable view of the values; None unless `is_updated_in_place`.
-
-        Args:
-            place: The first element of the range, counted in this rank's main weight.
-            end: The end of the range, counted in the same way.
-        """
+        """Return a flat, writable view of the values; None unless `is_updated_in_place`."""
         return self.buffer.write(place, end) if self.is_updated_in_place else None
 
     def read(
@@ -112,10 +109,6 @@ class MasterWeight:
         """Return the current values as `read` does; a pending update does not run.
 
         The result may be a view, and must not be written.
-
-        Args:
-            place: The first element of the range, counted in this rank's main weight.
-            end: The end of the range, counted in the same way.
         """
         return self.buffer.read_now(place, end).to(self.dtype)
 
@@ -151,10 +144,6 @@ class MasterWeight:
     def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
         """Return the one or two flat tensors that an update kernel writes, on its device.
 
-        Args:
-            place: The first element of the range, counted in this rank's main weight.
-            end: The end of the range, counted in the same way.
-
         Returns:
             ``(main, other)``: the values, and the weight in its own dtype. ``other`` is None if the
             kernel cannot write the weight (on another device, or in fp32); `copy_to_weight` then
@@ -172,10 +161,6 @@ class MasterWeight:
         """Cast the values into this rank's part of the weight.
 
         Nothing is done if the weight is the main weight, or half of it.
-
-        Args:
-            place: The first element of the range, counted in this rank's main weight.
-            end: The end of the range, counted in the same way.
         """
         if self.weight is not None:
             self.buffer.guard.before_write()
