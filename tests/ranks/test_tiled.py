@@ -215,7 +215,7 @@ def watching(engine: Any) -> Iterator[Watched]:
         seen.gathers[unit.name] += unit.state is UnitState.SHARDED
         start(unit)
         here = [
-            each.gathered_numel
+            each.planned.gathered_numel
             for each in engine.runtime.units
             if each.state is not UnitState.SHARDED
         ]
