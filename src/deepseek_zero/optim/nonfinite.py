@@ -18,6 +18,7 @@ from ..base.log import log_once
 from ..base.nested import map_tensors
 from ..sharding.unit import Unit
 from .rank_agreement import comm_of_units
+from .shard_set import ShardSet
 from .verdict import StepResult
 
 NOT_FOUND = 1 << 30
