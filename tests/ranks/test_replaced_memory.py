@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations
 
 import deepseek_zero as dz
 from deepseek_zero.base.errors import AtRestError, PeerError, UsageError
+from tests.ranks.test_finite import said
 
 WIDTH = 64
 
@@ -159,6 +160,19 @@ def test_new_values_that_a_forward_assigns_are_refused_and_a_cast_of_the_same_va
         UsageError, match=r"the memory of parameter '1.weight' was replaced by other values"
     ):
         run(lambda weight: weight / 2)
+
+
+@pytest.mark.ranks(2)
+def test_a_change_in_place_during_forward_is_reported_once() -> None:
+    model = nn.Sequential(nn.Embedding(WIDTH, WIDTH, max_norm=0.1), nn.Linear(WIDTH, WIDTH))
+    engine = dz.initialize(model=model, config=config())[0]
+    with said() as warnings:
+        for _ in range(3):
+            engine.backward(engine(torch.arange(WIDTH)).sum())
+            engine.step()
+    told = [text for text in warnings if "changed in place" in text]
+    assert len(told) == int(dist.get_rank() == 0)
+    assert all("parameter '0.weight'" in text for text in told)
 
 
 # -- a model built by zero.Init, before an engine exists

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.device import ScalesItself, default_device
+from ..base.device import ScalesItself, default_device, share_hooks
 from ..base.errors import UsageError, shown
 from ..base.given import refuse
 from ..base.log import log_once
@@ -263,6 +263,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
     ) -> None:
         groups = parameters_of("ZeroOptimizer", "params", params)
         self.client = resolve_optimizer(optimizer_type, {"lr": lr, **options}).build(groups)
+        share_hooks(self, self.client)
         self.asked = {"optimizer": str(optimizer_type), "lr": lr}
         self.sharded: ShardedOptimizer | None = None
 

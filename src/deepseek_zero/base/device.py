@@ -225,6 +225,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_traced() -> bool:
+    """Return whether torch.compile is tracing a function in this thread."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def parameters_dict(module: Any) -> Any:
     """Return the dict of a module's own parameters, or None if it has none."""
     return getattr(module, "_parameters", None)
@@ -429,6 +434,28 @@ def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+# The attributes in which torch keeps the hooks of one optimizer.
+_OPTIMIZER_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def share_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Make the hooks that are registered on either of two optimizers those of both.
+
+    Args:
+        outer: The optimizer that a program calls.
+        inner: The optimizer that computes.
+    """
+    for name in _OPTIMIZER_HOOKS:
+        setattr(outer, name, getattr(inner, name))
+
+
 def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
     """Run torch's step hooks around the step of the outer optimizer.
 
@@ -438,8 +465,7 @@ def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer)
         outer: The optimizer that a program calls.
         inner: The optimizer that computes.
     """
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(outer, name, getattr(inner, name))
+    share_hooks(outer, inner)
     torch.optim.Optimizer._patch_step_function(outer)
 
 

@@ -345,16 +345,18 @@ def _source(kind: Target, target: str) -> Path | None:
             )
         return None
     path = Path(target)
+    if path.is_dir():
+        path /= "__main__.py"
     if not path.exists():
         hint = (
             " `run` starts Python itself, so leave it out." if target.startswith("python") else ""
         )
         raise UsageError(
-            f"There is no script {target!r} here.{hint}",
+            f"There is no script {str(path)!r} here.{hint}",
             why=f"The current folder is {Path.cwd()}.",
             fix="Name a Python file; for a module add --module, for another program --no_python.",
         )
-    return path / "__main__.py" if path.is_dir() else path
+    return path
 
 
 def _tell(outcome: Outcome) -> int:

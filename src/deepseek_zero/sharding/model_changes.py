@@ -242,6 +242,26 @@ def error_of_lost_values(members: Sequence[ParamInfo], full: FlatBuffer) -> Usag
     return None
 
 
+def warn_of_lost_changes(members: Iterable[ParamInfo]) -> None:
+    """Log a warning for each gathered parameter that the program changed in place.
+
+    Args:
+        members: The parameters of a group that is about to be resharded.
+    """
+    for member in members:
+        if member.was_written() and not member.has_warned:
+            member.has_warned = True
+            log_once(
+                f"parameter '{member.name}' was changed in place during forward or backward, for "
+                "example by max_norm of an embedding.  At stage 3 such a change is lost: the next "
+                "gather or update overwrites it.\n"
+                "  What to do: use stage 2, compute with a changed copy of the parameter, or "
+                "change it between steps inside "
+                "deepseek_zero.zero.GatheredParameters(param, modifier_rank=0).",
+                logging.WARNING,
+            )
+
+
 def refuse_unused(groups: Iterable[WrappedGroup], arrived: Collection[int]) -> None:
     """Raise an error if a trainable parameter got no gradient in a backward.
 

@@ -27,7 +27,7 @@ from .grad_sum import GradSum
 from .grad_view import GradView
 from .gradient import Gradient
 from .group import Group
-from .model_changes import error_of_lost_values
+from .model_changes import error_of_lost_values, warn_of_lost_changes
 from .param_info import ParamInfo
 from .param_ranges import write_param
 from .weight_gather import WeightGather
@@ -193,6 +193,7 @@ class ParamGroup(Group):
             error = None
             if not self.is_pinned:
                 error = error_of_lost_values(self.members, full)
+                warn_of_lost_changes(self.members)
             for member in self.members:
                 member.reshard()
         self.unsharded = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from ..base.device import without_torch_function
+from ..base.device import version_of, without_torch_function
 from ..planner.layout import Slot
 from .sharded_parameter import reshard, unshard
 
@@ -21,6 +21,8 @@ class ParamInfo:
         param_class: The class of the parameter before wrapping and while unsharded.
         placeholder: The data of the parameter while it is sharded.
         is_frozen: Whether `requires_grad` was off when the ranks last compared it (regroup.py).
+        version: The number of in-place changes of the parameter when it was last unsharded.
+        has_warned: Whether a warning about an in-place change was logged.
     """
 
     param: nn.Parameter
@@ -28,6 +30,8 @@ class ParamInfo:
     param_class: type[nn.Parameter]
     placeholder: Tensor = field(init=False)
     is_frozen: bool = field(init=False)
+    version: int | None = None
+    has_warned: bool = False
 
     def __post_init__(self) -> None:
         with without_torch_function():
@@ -41,7 +45,17 @@ class ParamInfo:
     def unshard(self, data: Tensor) -> None:
         """Make the parameter a view of `data`, in the class that it had before wrapping."""
         unshard(self.param, self.param_class, data)
+        self.version = _version_of(self.param)
+
+    def was_written(self) -> bool:
+        """Return whether the parameter was changed in place since it was unsharded."""
+        return self.version is not None and _version_of(self.param) not in (None, self.version)
 
     def reshard(self) -> None:
         """Make the parameter a `ShardedParameter` whose data is the placeholder."""
         reshard(self.param, self.placeholder)
+
+
+def _version_of(param: nn.Parameter) -> int | None:
+    """Return the version of a parameter; an inference tensor has none."""
+    return None if param.is_inference() else version_of(param)

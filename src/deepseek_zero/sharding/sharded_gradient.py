@@ -16,9 +16,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
 
-from ..base.device import without_torch_function
+from ..base.device import is_traced, without_torch_function
 from ..base.errors import AtRestError
 from .sharded_parameter import (
     CONVERSIONS,
@@ -147,7 +146,7 @@ class ShardedGradient(Tensor):
             return args[0]
         if (found := answer_without_elements(function, name, args, kwargs)) is not NEEDS_ELEMENTS:
             return found
-        if name in DESCRIPTIONS and TracingContext.try_get() is not None:
+        if name in DESCRIPTIONS and is_traced():
             with without_torch_function():
                 return function(*args, **kwargs)
         # The result has the whole shape, so that a seed gives the same numbers for any number of

@@ -143,3 +143,19 @@ def test_an_optimizer_may_be_created_before_or_after_wrapping(kind: str) -> None
             optimizer.step()
         found.append(model.state_dict()["weight"])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_hooks_of_the_optimizer_run_once_around_each_call(is_wrapped: bool) -> None:
+    model, calls = nn.Linear(4, 2), []
+    optimizer = ZeroOptimizer(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before step"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after step"))
+    optimizer.register_state_dict_pre_hook(lambda *_: calls.append("before save"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("after load"))
+    if is_wrapped:
+        DeepSeekZeRO3(model)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["before step", "after step", "before save", "after load"]

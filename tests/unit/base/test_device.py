@@ -69,6 +69,7 @@ PRIVATE = (
     "torch._fused_sgd_",
     "torch._fused_adagrad_",
     "torch._foreach_norm",
+    "torch._guards.TracingContext.try_get",
 )
 
 
@@ -115,6 +116,10 @@ OF_OBJECTS: dict[str, object] = {
     "_rendezvous_handlers": import_module("torch.distributed.rendezvous"),
     "_optimizer_step_pre_hooks": torch.optim.SGD([torch.ones(1)]),
     "_optimizer_step_post_hooks": torch.optim.SGD([torch.ones(1)]),
+    "_optimizer_state_dict_pre_hooks": torch.optim.SGD([torch.ones(1)]),
+    "_optimizer_state_dict_post_hooks": torch.optim.SGD([torch.ones(1)]),
+    "_optimizer_load_state_dict_pre_hooks": torch.optim.SGD([torch.ones(1)]),
+    "_optimizer_load_state_dict_post_hooks": torch.optim.SGD([torch.ones(1)]),
 }
 
 

@@ -158,6 +158,7 @@ def test_deepspeeds_launch_line_is_understood() -> None:
         (RunOptions(command=[__file__], max_restarts=-1), "--max-restarts is -1"),
         (RunOptions(command=[__file__], save_grace=float("nan")), "--save-grace is nan"),
         (RunOptions(command=["absent.py"]), "There is no script 'absent.py'"),
+        (RunOptions(command=[os.path.dirname(__file__)]), "no script '.*__main__.py'"),
         (RunOptions(command=["python", "train.py"]), "starts Python itself"),
         (RunOptions(command=["no-such-program-here"], no_python=True), "There is no program"),
         (RunOptions(command=["x"], module=True, no_python=True), "mutually exclusive"),
