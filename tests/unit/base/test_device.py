@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,7 @@ OF_OBJECTS: dict[str, object] = {
     "_forward_pre_hooks": nn.Linear(1, 1),
     "_backward_pre_hooks": nn.Linear(1, 1),
     "_rendezvous_handlers": import_module("torch.distributed.rendezvous"),
+    "_getframe": sys,
     "_optimizer_step_pre_hooks": torch.optim.SGD([torch.ones(1)]),
     "_optimizer_step_post_hooks": torch.optim.SGD([torch.ones(1)]),
     "_optimizer_state_dict_pre_hooks": torch.optim.SGD([torch.ones(1)]),
