@@ -42,7 +42,6 @@ from ...engine.saving import Restore
 from . import groups
 from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
-from .checkpoint import nested_tags
 from .missing import ENGINE, engine_name_missing, missing_names
 from .module_copies import refuse_copies
 from .moe import has_moe_layers
@@ -701,6 +700,7 @@ class DeepSpeedEngine(ZeroEngine):
 
         A checkpoint with such a tag is not written in the background.
         """
+        nested_tags = import_module(".checkpoint.nested_tags", __package__)
         directory, name = nested_tags.split_tag(folder, tag) if self._is_dropin else (folder, tag)
         if directory == folder:
             super()._save(folder, tag, client, settings)
@@ -711,6 +711,7 @@ class DeepSpeedEngine(ZeroEngine):
 
     def _load(self, folder: Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
         if self._is_dropin:
+            nested_tags = import_module(".checkpoint.nested_tags", __package__)
             if tag is None:
                 read = partial(nested_tags.nested_latest, folder)
                 tag = run_and_gather(self.runtime.comm.whole, "loading: `latest`", read)[0]
