@@ -1,9 +1,8 @@
-"""`copy.deepcopy` of the modules of a wrapped model, as programs use it for averaged weights."""
+"""Copies of the modules of a wrapped model, by `copy.deepcopy`, `pickle` and `torch.save`."""
 
 from __future__ import annotations
 
 import weakref
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -11,39 +10,37 @@ from torch import nn
 
 from ...sharding.hooks import Hook
 
-_COPY = "__deepcopy__"
+_GET_STATE = "__getstate__"
 
 
 def allow_copies(model: nn.Module) -> None:
-    """Make `copy.deepcopy` of a wrapped model or submodule return a module without engine.
+    """Make copies of a wrapped model or submodule modules without engine.
 
-    The weights must be whole on every rank, as at stages 0 to 2. Modules whose class defines its
-    own `__deepcopy__` are not changed.
+    The weights must be whole on every rank, as at stages 0 to 2.
 
     Args:
         model: The wrapped model.
     """
     for module in model.modules():
-        if not hasattr(type(module), _COPY):
-            vars(module)[_COPY] = partial(_copy, weakref.ref(module))
+        vars(module)[_GET_STATE] = partial(_state, weakref.ref(module))
 
 
 def refuse_copies(model: nn.Module) -> None:
     """Undo `allow_copies`."""
     for module in model.modules():
-        vars(module).pop(_COPY, None)
+        vars(module).pop(_GET_STATE, None)
 
 
-def _copy(reference: weakref.ref[nn.Module], memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a module with its weights and the program's own hooks."""
+def _state(reference: weakref.ref[nn.Module]) -> Any:
+    """Return the state by which a module is copied, with the program's own hooks only."""
     module = reference()
     assert module is not None  # it is being copied
-    made = module.__class__.__new__(module.__class__)
-    memo[id(module)] = made
-    for name, value in vars(module).items():
-        if name != _COPY:
-            vars(made)[name] = deepcopy(_without_engine_hooks(value), memo)
-    return made
+    state = type(module).__getstate__(module)
+    if not isinstance(state, dict):
+        return state
+    return {
+        name: _without_engine_hooks(value) for name, value in state.items() if name != _GET_STATE
+    }
 
 
 def _without_engine_hooks(value: Any) -> Any:

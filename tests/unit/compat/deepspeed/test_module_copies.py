@@ -1,8 +1,9 @@
-"""`copy.deepcopy` of a wrapped model returns a module without engine if its weights are whole."""
+"""Copies of a wrapped model are modules without engine if its weights are whole."""
 
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -75,6 +76,26 @@ def test_a_copy_is_a_plain_module_with_the_current_weights(stage: int, dtype: to
     assert torch.equal(copy.deepcopy(model.first).weight, model.first.weight)
     engine.destroy()
     copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_saved_module_is_a_plain_module(stage: int) -> None:
+    engine = trained(stage, torch.float32, nn.Sequential(nn.LSTM(4, 4), TakeOutput(), Tied()))
+    file = io.BytesIO()
+    torch.save(engine.module, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    x = torch.randn(2, 4)
+    assert torch.equal(again.eval()(x), engine.eval()(x))
+    assert again[2].first.weight is again[2].last.weight
+    engine.destroy()
+
+
+class TakeOutput(nn.Module):
+    """Returns the first element of a tuple."""
+
+    def forward(self, x: Any) -> Any:
+        return x[0]
 
 
 def print_nothing(*given: Any) -> None:
