@@ -40,8 +40,8 @@ from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.plan_settings import Machine, PlanSettings
 from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.group_build import build_group
-from deepseek_zero.sharding.message import Pool
 from deepseek_zero.sharding.param_group import ParamGroup
+from deepseek_zero.sharding.pool import Pool
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import wrap_model
 from tests.reference import MakeOptimizer

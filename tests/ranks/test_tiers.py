@@ -38,7 +38,7 @@ from deepseek_zero.report.explain import overlap_share
 from deepseek_zero.report.picture import places_of
 from deepseek_zero.sharding import param_group as group_file
 from deepseek_zero.sharding.grad_sum import GradState
-from deepseek_zero.sharding.message import Pool
+from deepseek_zero.sharding.pool import Pool
 from deepseek_zero.tiers.disk import ChunkState, Disk, DiskStorage
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,

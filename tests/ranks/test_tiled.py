@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepseek_zero
 from deepseek_zero.base.device import storage_users
-from deepseek_zero.sharding.message import Pool
+from deepseek_zero.sharding.pool import Pool
 from deepseek_zero.sharding.unit import Unit, UnitState
 from deepseek_zero.zero import TiledLinear
 from tests.models import HIDDEN, VOCABULARY, WIDTH, Gpt, batch_of, seeded

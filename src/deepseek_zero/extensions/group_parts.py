@@ -16,7 +16,7 @@ from ..sharding.grad_reduction import GradReduction
 from ..sharding.grad_sum import GradSum
 from ..sharding.gradient import Gradient
 from ..sharding.group import Group
-from ..sharding.param_group import GroupParts
+from ..sharding.param_group import GroupParts, ParamGroup
 from ..sharding.weight_gather import WeightGather
 from .contexts import contexts_of_sharers, sharers_of, with_replicas
 
@@ -93,7 +93,7 @@ def weight_gather_of(inner: CommContext | None, group: Group, what: str) -> Weig
     return gather
 
 
-def reduction_of(group: Group) -> GradReduction:
+def reduction_of(group: ParamGroup) -> GradReduction:
     """Create the object that sums the gradients of a parameter group over the ranks.
 
     Args:

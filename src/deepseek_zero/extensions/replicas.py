@@ -18,8 +18,9 @@ from ..planner.spec import P, R, Spec
 from ..sharding.buffer import FlatBuffer
 from ..sharding.comm_context import CommContext
 from ..sharding.grad_reduction import GradReduction
-from ..sharding.group import Group
+from ..sharding.grad_sum import GradState
 from ..sharding.move import move
+from ..sharding.param_group import ParamGroup
 
 
 class SumOverReplicas(GradReduction):
@@ -30,19 +31,19 @@ class SumOverReplicas(GradReduction):
     """
 
     sums_all = False
+    group: ParamGroup
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ParamGroup) -> None:
         super().__init__(group)
         assert group.comm_ctx.outer is not None
         self.outer = group.comm_ctx.outer
 
-    def complete(self, buffer: FlatBuffer, what: str) -> Pending:
-        """Start to add up the sums of all replicas, in place.
+    def complete(self, what: str) -> Pending:
+        """Start to add up the sums of all replicas, in place, unless the sum is complete.
 
         At stage 0, the results of all ranks of the replica are then all-gathered.
 
         Args:
-            buffer: The sum within this replica, which is overwritten by the sum over all replicas.
             what: The name of the unit, used in error messages.
 
         Returns:
@@ -52,6 +53,14 @@ class SumOverReplicas(GradReduction):
             Collective: every rank that holds the same slices must call it. At stage 0, every rank
             of the replica must call it too.
         """
+        total = self.group.gradient.sum
+        if total.state is not GradState.PARTIAL:
+            return DONE
+        total.known_squares = None
+        pending = self._add_replicas(total.ensure(), what)
+        return self.group.gradient.follow(pending, GradState.REDUCED)
+
+    def _add_replicas(self, buffer: FlatBuffer, what: str) -> Pending:
         comm_ctx = self.group.comm_ctx
         outer = replace(self.outer, bucket_numel=comm_ctx.bucket_numel)
         pending = all_reduce(buffer.shard(comm_ctx.comm.rank), outer, what)

@@ -43,8 +43,8 @@ from ..optim.update_policy import Stepping, UpdatePolicy
 from ..optim.updater import Decision, Updater
 from ..precision.loss_scale import LossScaler
 from ..sharding.grad_sum import squares_of
-from ..sharding.message import has_pages_to_return
 from ..sharding.param_group import ParamGroup
+from ..sharding.pool import has_pages_to_return
 from ..sharding.runtime import Runtime
 from ..sharding.step_state import Phase
 from ..sharding.unit import Unit

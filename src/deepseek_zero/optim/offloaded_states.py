@@ -70,8 +70,9 @@ def staged_ranges(
         source: A function that returns the reduced gradient of a parameter group.
         after: Event of the device after which it does not change the ranges.
     """
-    if shard.master.staged is not None:
-        yield StorageRange(shard.master.staged, shard.start, shard.stop, after=after)
+    main = shard.master.on_device.staged
+    if main is not None:
+        yield StorageRange(main, shard.start, shard.stop, after=after)
     staged = staged_gradient(source(shard.group))
     if staged is not None:
         yield StorageRange(staged, shard.start, shard.stop, changes=False, after=after)
@@ -89,16 +90,15 @@ def staged_gradient(total: GradSum) -> StagedTile | None:
     buffer = total.buffer
     group = total.group
     if buffer is None or not buffer.storage.on_device or not group.plan.is_updated_on_host:
-        total.staged = None
         return None
     memory = buffer.memory
     if buffer.spec.placement is not S and memory.numel() != group.layout.slice_numel:
         first, last = group.layout.bounds(group.comm_ctx.comm.rank)
         memory = memory[first:last]
-    known = total.staged
+    known = buffer.staged
     if known is None or known.on_device.data_ptr() != memory.data_ptr():
-        total.staged = group.comm_ctx.copy_engine.staged_tile(memory, is_read=True)
-    return total.staged
+        buffer.staged = group.comm_ctx.copy_engine.staged_tile(memory, is_read=True)
+    return buffer.staged
 
 
 def evict_staged(tiles: Iterable[Tile], source: GradSource) -> None:

@@ -8,32 +8,31 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from torch.optim import Optimizer
 
-from ..base.device import ScalesItself, adopt_step_hooks
+from ..base.device import adopt_step_hooks
 from ..base.errors import UsageError
 from ..comm.collectives import propagate_errors
 from .executor_updates import ExecutorUpdates
-from .inner_states import load_saved_states, load_states, saved_states
 from .master_shard import MasterShard
 from .rank_agreement import compare_optimizers
 from .shard_set import ShardSet
 from .step import Step
 from .step_message import StepMessage
+from .torch_interface import TorchInterface
 from .update_policy import UpdatePolicy
 from .verdict import StepResult
 
 P = TypeVar("P", bound=UpdatePolicy)
 
 
-class ShardedOptimizer(ScalesItself, Optimizer):
+class ShardedOptimizer(TorchInterface):
     """A torch optimizer over shards of the main weights.
 
-    `inner` computes the updates; `param_groups` and `state` are those of `inner`. `shard_set` cuts
-    the main weights of this rank into shards, combines them into tiles, and has the objects that
+    `inner` computes the updates; `TorchInterface` forwards attributes to it. `shard_set` cuts the
+    main weights of this rank into shards, combines them into tiles, and has the objects that
     update them: `moments` (the states of `inner`), `updater`, and the buffers in `scratch`.
     """
 
@@ -74,34 +73,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._executor_updates = ExecutorUpdates(shards, weakref.ref(self))
         self.runtime.reductions.updates = weakref.ref(self._executor_updates)
 
-    # The attributes of torch.optim.Optimizer are those of the inner optimizer. Its __init__ is not
-    # called, because it would require parameters.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.inner.param_groups = groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state, with pending updates applied and offloaded moments fetched.
-
-        Reading this property may wait for transfers. The library itself calls `load_states`.
-        """
-        return load_states(self.shard_set)
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The default hyper-parameters of the inner optimizer."""
-        return self.inner.defaults
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The inner optimizer, under DeepSpeed's name."""
-        return self.inner
-
     @property
     def loss_scale(self) -> float:
         """The current loss scale, by which losses are multiplied."""
@@ -114,17 +85,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def shards(self) -> list[MasterShard]:
         """Return all shards that this rank updates, in the order of parameter groups."""
         return self.shard_set.all()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group with separate hyper-parameters.
-
-        Args:
-            param_group: Parameters of the wrapped model under "params", and their hyper-parameters.
-
-        Note:
-            Collective: every rank must call it, between two steps.
-        """
-        self._executor_updates.add_group(param_group)
 
     # -- stepping
 
@@ -215,26 +175,3 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.runtime.comm.barrier("flush")  # from here on no rank computes with the weights
             self._step.conclude(None)
             self.runtime.backward.drop_grads()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients of the current accumulation."""
-        self.runtime.backward.discard_step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state in the layout of the inner optimizer.
-
-        Checkpoints of the engine name the states by parameter instead, and can be loaded with any
-        number of ranks.
-        """
-        scaler = self.scaler.state_dict() if self.scaler else None
-        return {**saved_states(self.shard_set), "scaler": scaler, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same rank, world size and stage."""
-        load_saved_states(self.shard_set, state)
-        self.steps = int(state.get("steps", self.updater.updates))
-        if self.scaler is not None and state.get("scaler") is not None:
-            self.scaler.load_state_dict(state["scaler"])
-
-    def __repr__(self) -> str:
-        return f"ShardedOptimizer({self.inner!r})"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from ..precision.loss_scale import LossScaler
-from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
 from .master_shard import MasterShard, Tile, Tiles
 from .moments import Moments
+from .policy_state import PolicyState
 from .tile_memory import Scratch
 from .updater import Decision, Updater
 from .verdict import StepResult, Verdict
@@ -35,26 +34,22 @@ class Stepping(Protocol):
     def shards(self) -> list[MasterShard]: ...
 
 
-class UpdatePolicy:
+class UpdatePolicy(PolicyState):
     """Base class of features that change when units are updated, or from which gradients.
 
     By default, each step updates all units from its own gradients. An optimizer has a sequence of
     policies, the same on every rank, and calls each hook of all of them in order. A hook must not
-    communicate unless its docstring says that it is collective.
+    communicate unless its docstring says that it is collective. `PolicyState` has the hooks for
+    checkpoints.
 
     Attributes:
         watches_overflows: Search for the unit with non-finite numbers even if a dynamic loss scale
             makes overflows usual.
         undoes: Some updates run during backward and may have to be undone from a log.
-        checkpoint_key: The key under which a checkpoint stores `state_dict`; empty if there is
-            none.
-        needs_moments: Whether `state_dict` is restored only together with the optimizer's states.
     """
 
     watches_overflows = False
     undoes = False
-    checkpoint_key = ""
-    needs_moments = False
 
     def attach(self, optimizer: Stepping) -> None:
         """Store the optimizer, and check that it supports the policy, before the first step.
@@ -171,30 +166,3 @@ class UpdatePolicy:
 
     def discard(self) -> None:
         """Drop unfinished updates, because other states are about to be loaded."""
-
-    # -- checkpoints
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the policy's state for a checkpoint, as plain values; None if it has none."""
-        return None
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore the result of `state_dict` from a checkpoint; None if it has none."""
-
-    @property
-    def keeps_own_states(self) -> bool:
-        """Whether ranks have states that are not shared, such as error-feedback buffers."""
-        return False
-
-    def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Restore this rank's own states of one group, by name, from a checkpoint."""
-
-    def states_loaded(self, rescale: float) -> None:
-        """Adapt the policy to the states of a checkpoint after all of them have been loaded.
-
-        Args:
-            rescale: The loss scale divided by the one that the states were saved with.
-
-        Note:
-            Collective in some policies: every rank must call it.
-        """

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..planner.layout import FlatLayout, Slot
 from ..planner.spec import R, S, Spec
 from ..precision.codecs import Codec, LeftOut
-from ..tiers.tier import Storage, Tier
+from ..tiers.tier import StagedTile, Storage, Tier
 from .comm_context import CommContext
 
 
@@ -103,6 +103,8 @@ class FlatBuffer:
             which are added to the next gradient. None without error feedback.
         on_sum: Called with each part of a reduced gradient that is written to this buffer, flat,
             while the part is on the training device.
+        staged: Copies ranges of this rank's slice from the training device to the host, which
+            updates them, and back; None if no range is copied.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class FlatBuffer:
         self.coded_as = coded_as
         self.errors: LeftOut | None = None
         self.on_sum: Callable[[Tensor], object] | None = None
+        self.staged: StagedTile | None = None
 
     def load(self) -> Tensor:
         """Return all elements on this rank, flat, for reading or as the output of `move`.
@@ -150,6 +153,11 @@ class FlatBuffer:
         """
         self.guard.before_read()
         return self.storage.write(low, high)
+
+    def at_update_device(self, low: int, high: int) -> Tensor:
+        """Return elements [low, high), to be written, on the device that updates them."""
+        copy = None if self.staged is None else self.staged.view(low, high)
+        return self.elements(low, high) if copy is None else copy
 
     def write(self, low: int, high: int) -> Tensor:
         """Return a flat view of elements [low, high) to be written.

@@ -14,7 +14,8 @@ from ..planner.layout import BLOCK
 from ..precision.codecs import Blocks, Cast, Codec, LeftOut
 from .buffer import FlatBuffer
 from .comm_context import CommContext
-from .message import Message, Pool
+from .message import Message
+from .pool import Pool
 
 
 @dataclass(frozen=True)

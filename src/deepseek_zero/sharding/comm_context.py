@@ -13,7 +13,8 @@ from ..comm.pending import OrderedIssueQueue, Pending
 from ..comm.transports.base import Use
 from ..planner.messages import inbox_sizes
 from ..tiers.tier import CopyEngine, Tiers
-from .message import Message, Pool
+from .message import Message
+from .pool import Pool
 
 
 @dataclass(frozen=True)

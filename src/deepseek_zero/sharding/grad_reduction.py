@@ -46,11 +46,10 @@ class GradReduction:
         """
         return move(partial, target, self.group.comm_ctx, what, add=add)
 
-    def complete(self, buffer: FlatBuffer, what: str) -> Pending:
-        """Start to add the sums of all replicas, after `reduce` has summed within each replica.
+    def complete(self, what: str) -> Pending:
+        """Start to complete the sum over all ranks, unless `reduce` has done so.
 
         Args:
-            buffer: The sum within this replica, completed in place.
             what: The name of the unit, used in error messages.
 
         Returns:

@@ -6,22 +6,20 @@ rank computes the same bits.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from enum import Enum
 
-import torch
 from torch import Tensor
 
-from ..base.device import CPU, double_norms
+from ..base.device import CPU
 from ..base.memory import offer_pages, private_pages
-from ..kernels.sums import sum_of_squares as squares_on_cpu
+from ..kernels.squares import Squares, read_squares, squares_of_parts
 from ..planner.spec import S, Spec
-from ..tiers.tier import StagedTile, Tier
+from ..tiers.tier import Tier
 from .buffer import FlatBuffer, StateGuard
 from .group import Group
-from .message import has_pages_to_return
 from .param_ranges import updated_ranges
+from .pool import has_pages_to_return
 
 
 class GradState(Enum):
@@ -61,7 +59,6 @@ GRAD_MOVES = {
     (GradState.REDUCED, GradState.EMPTY),
     (GradState.HELD, GradState.EMPTY),
 }
-_TILE_NUMEL = 1 << 24  # elements; for norms on an accelerator
 
 
 class GradSum:
@@ -80,8 +77,6 @@ class GradSum:
             the end of a backward.
         known_squares: The sum of squares of this rank's slice, which an accelerator may still
             compute; None if the slice may have changed.
-        staged: Copies ranges of this rank's slice from the training device to the host, which
-            updates them; None if no range is copied.
     """
 
     saved_as = ""
@@ -93,7 +88,6 @@ class GradSum:
         self.absent: set[int] | None = None
         self.known_squares: Squares | None = None
         self._state = GradState.EMPTY
-        self.staged: StagedTile | None = None
 
     # -- states
 
@@ -166,7 +160,6 @@ class GradSum:
     def drop(self) -> None:
         """Free the buffer of the gradient."""
         self.buffer = None
-        self.staged = None
 
     def discard_values(self) -> None:
         """Discard the values of a sharded gradient, but keep its buffer for the next reduction.
@@ -215,7 +208,8 @@ class GradSum:
         """
         if self.buffer is None or not self.is_full:
             return None
-        on_host = self.staged.view(low, high) if self.staged is not None else None
+        staged = self.buffer.staged
+        on_host = None if staged is None else staged.view(low, high)
         if on_host is not None:
             return on_host
         if self.buffer.spec.placement is S:
@@ -224,22 +218,6 @@ class GradSum:
 
 
 # -- norms
-
-# A sum of squares, or parts of the gradient on an accelerator and norms of other parts: 1- and
-# 0-dimensional tensors, from which `read_squares` computes the sum.
-Squares = float | list[Tensor]
-
-
-def norms_of(values: Tensor) -> list[Tensor]:
-    """Queue the norms of the parts of a flat tensor on the accelerator.
-
-    Work that is queued later may overwrite the tensor.
-    """
-    return double_norms(_tiles_of(values)) if values.numel() else []
-
-
-def _tiles_of(values: Tensor) -> list[Tensor]:
-    return list(values.split(_TILE_NUMEL)) if values.numel() else []
 
 
 def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
@@ -298,30 +276,4 @@ def _squares(group: Group, values: Tensor, first: int) -> Squares:
         last = first + values.numel()
         ranges = [(max(start, first), min(stop, last)) for start, stop in updated_ranges(group)]
         parts = [(values[low - first : high - first], low) for low, high in ranges if low < high]
-    if device.type == "cpu":
-        threads = group.comm_ctx.comm.threads
-        return sum((squares_on_cpu(part, place, threads) for part, place in parts), 0.0)
-    return [tile for part, _ in parts for tile in _tiles_of(part)]
-
-
-def read_squares(found: Sequence[Sequence[Squares]]) -> list[list[float]]:
-    """Return sums of squares as numbers; wait for an accelerator at most once.
-
-    The norms are computed in float64, in a single pass over memory.
-
-    Args:
-        found: For each gradient, sums of squares.
-    """
-    queued = [each for squares in found for each in squares if isinstance(each, list)]
-    parts = [part for each in queued for part in each]
-    tiles = [part for part in parts if part.dim()]
-    computed = iter(double_norms(tiles) if tiles else ())
-    norms = [next(computed) if part.dim() else part for part in parts]
-    read = iter(torch.stack(norms).tolist() if norms else ())
-
-    def number_of(squares: Squares) -> float:
-        if not isinstance(squares, list):
-            return squares
-        return sum((norm * norm for norm in itertools.islice(read, len(squares))), 0.0)
-
-    return [[number_of(each) for each in squares] for squares in found]
+    return squares_of_parts(parts, device, group.comm_ctx.comm.threads)

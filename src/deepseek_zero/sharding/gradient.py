@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from ..base.device import CPU, without_torch_function
 from ..comm.pending import DONE, Pending
+from ..kernels.squares import norms_of, read_squares
 from ..planner.spec import P, R, S
 from .buffer import FlatBuffer
 from .grad_reduction import GradReduction
-from .grad_sum import GradState, GradSum, norms_of, own_squares, read_squares
+from .grad_sum import GradState, GradSum, own_squares
 from .group import Group
 
 
@@ -188,14 +189,9 @@ class Gradient:
             skipped the unit.
         """
         total = self.sum
-        total.known_squares = None
         partial = self.summand.close()
-        squares: list[Tensor] | None = [] if is_last and self._can_queue_squares else None
-
-        def add_squares(values: Tensor) -> None:
-            if squares is not None:
-                squares.extend(norms_of(values))
-
+        norms: list[Tensor] = []
+        squares = norms if is_last and self._can_queue_squares else None
         is_in_place = total.spec.placement is P
         if is_in_place:
             target = self._summed_part(partial)
@@ -204,17 +200,40 @@ class Gradient:
                 # A further backward after the sum of the step was completed.
                 self._set_sum_aside()
             target = total.ensure()
-            target.on_sum = None if squares is None else add_squares
+            target.on_sum = None
+            if squares is not None:
+                target.on_sum = lambda values: norms.extend(norms_of(values))
         add = not is_in_place and total.is_reduced
+        total.known_squares = None
         pending = self.reduction.reduce(partial, target, what, add=add)
+        if not is_in_place:
+            pending = pending.then(lambda: self.group.comm_ctx.pool.give(partial.memory))
+        state = GradState.REDUCED if self.reduction.sums_all else GradState.PARTIAL
+        return self.follow(pending, state, squares)
+
+    def follow(
+        self, pending: Pending, state: GradState, squares: list[Tensor] | None = None
+    ) -> Pending:
+        """Follow a reduction in flight.
+
+        Args:
+            pending: The reduction, which writes the buffer of the sum.
+            state: The state after the reduction. An earlier sum over the same ranks is then added.
+            squares: Receives the norms of the sum; None if they are not computed yet.
+
+        Returns:
+            A handle. The sum may be read after its `wait()` has returned.
+        """
+        total = self.sum
         total.enter(GradState.REDUCING)
 
         def finish() -> None:
-            self._end_reduction(GradState.REDUCED if self.reduction.sums_all else GradState.PARTIAL)
-            if not is_in_place:
-                self.group.comm_ctx.pool.give(partial.memory)
-            else:
-                add_squares(total.own())
+            total.enter(state)
+            if self.earlier is not None and self._earlier_state is state:
+                total.own().add_(self.earlier)
+                self.earlier = None
+            if squares is not None and total.spec.placement is P:
+                squares.extend(norms_of(total.own()))
             total.known_squares = squares
             self._store_offloaded()
 
@@ -243,13 +262,6 @@ class Gradient:
         self._earlier_state = self.sum.state
         self.sum.enter(GradState.COLLECTING)
 
-    def _end_reduction(self, state: GradState) -> None:
-        """Enter the state after a reduction, and add an earlier sum over the same ranks."""
-        self.sum.enter(state)
-        if self.earlier is not None and self._earlier_state is state:
-            self.sum.own().add_(self.earlier)
-            self.earlier = None
-
     def _store_offloaded(self) -> None:
         """Store an offloaded sum, and compute its norm while it is on the device."""
         buffer = self.sum.buffer
@@ -257,27 +269,6 @@ class Gradient:
             if self.sum.known_squares is None:
                 ((self.sum.known_squares,),) = read_squares([[own_squares(self.sum)]])
             buffer.storage.store(0, buffer.memory.numel())
-
-    def complete_sum(self, what: str) -> Pending:
-        """Start to sum the reduced gradient over replicas, unless it is complete.
-
-        Args:
-            what: The name of the unit, used in error messages.
-
-        Note:
-            Collective: every rank that holds the same slices must call it.
-        """
-        if self.sum.state is not GradState.PARTIAL:
-            return DONE
-        self.sum.enter(GradState.REDUCING)
-        self.sum.known_squares = None
-
-        def finish() -> None:
-            self._end_reduction(GradState.REDUCED)
-            self._store_offloaded()
-
-        self._reduction = self.reduction.complete(self.sum.ensure(), what).then(finish)
-        return self._reduction
 
     # -- the end of a step
 

@@ -16,7 +16,7 @@ from ..base.device import CPU
 from ..planner.spec import Placement
 from ..precision.compact import round_to_bf16
 from ..precision.policy import LOW_PRECISION, cast_master
-from ..tiers.tier import CopyEngine, StagedTile, Storage
+from ..tiers.tier import CopyEngine, Storage
 from .buffer import FlatBuffer
 
 
@@ -36,8 +36,6 @@ class MasterWeight:
             it.
         update_device: The device that updates the main weight.
         copy_engine: Copies between the host and the device.
-        staged: Copies tiles from the training device to the host for their update, and back; None
-            if the host updates no tensor of the device.
     """
 
     buffer: FlatBuffer
@@ -47,18 +45,17 @@ class MasterWeight:
     is_exposed: bool = True
     update_device: torch.device = CPU
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
-    staged: StagedTile | None = field(init=False, default=None)
     #: The values are split into the bf16 weight and a remainder.
     is_split: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.update_device == CPU:
-            self.staged = self.copy_engine.staged_tile(
-                self._on_device.memory, is_read=self.weight is None or self.is_split
+            self.on_device.staged = self.copy_engine.staged_tile(
+                self.on_device.memory, is_read=self.weight is None or self.is_split
             )
 
     @property
-    def _on_device(self) -> FlatBuffer:
+    def on_device(self) -> FlatBuffer:
         """Return the buffer on the training device: the weight if there is one."""
         return self.buffer if self.weight is None else self.weight
 
@@ -102,7 +99,7 @@ class MasterWeight:
         Returns:
             A view if the values are in one buffer, else a copy.
         """
-        values = self.at_update_device(self.buffer, place, end)
+        values = self.buffer.at_update_device(place, end)
         return values.to(self.dtype) if out is None else out.copy_(values)
 
     def read_now(self, place: int, end: int) -> Tensor:
@@ -135,7 +132,7 @@ class MasterWeight:
             chance: Random bits for stochastic rounding, if the main weight `is_rounded`.
         """
         self.buffer.guard.before_write()
-        own = self.at_update_device(self.buffer, place, end)
+        own = self.buffer.at_update_device(place, end)
         if chance is not None:
             round_to_bf16(values, own, chance)
         else:
@@ -150,10 +147,10 @@ class MasterWeight:
             does. Of a split main weight they are the bf16 weight and the remainders.
         """
         self.buffer.guard.before_write()
-        own = self.at_update_device(self.buffer, place, end)
+        own = self.buffer.at_update_device(place, end)
         if self.weight is None:
             return own, None
-        other = self.at_update_device(self.weight, place, end)
+        other = self.weight.at_update_device(place, end)
         is_published = other.device == own.device and other.dtype in LOW_PRECISION
         return own, other if is_published else None
 
@@ -165,28 +162,11 @@ class MasterWeight:
         if self.weight is not None:
             self.buffer.guard.before_write()
             values = self.buffer.elements(place, end)
-            weight = self.at_update_device(self.weight, place, end)
+            weight = self.weight.at_update_device(place, end)
             staging = staging_like(weight, values)
             cast_master(values, staging)
             if staging is not weight:
                 weight.copy_(staging)
-
-    def at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
-        """Return elements of a buffer on the device that updates them, where they can be written.
-
-        Args:
-            buffer: `buffer` or `weight`.
-            place: The first element of the range, counted in this rank's main weight.
-            end: The end of the range, counted in the same way.
-
-        Returns:
-            The staged copy of the elements, or a view of the buffer if none is staged.
-        """
-        if self.staged is not None and buffer is self._on_device:
-            copy = self.staged.view(place, end)
-            if copy is not None:
-                return copy
-        return buffer.elements(place, end)
 
     def offloaded(self) -> list[Storage]:
         """Return the storages of the values that are not on the training device."""

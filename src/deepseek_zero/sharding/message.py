@@ -1,111 +1,15 @@
-"""Messages in which ranks exchange flat buffers, and the pool of their memory."""
+"""Messages in which ranks exchange flat buffers."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from ..base.device import storage_users
-from ..base.memory import KEPT_BYTES, return_pages
-from ..comm.collectives import Comm, ordered_sum
-from ..planner.messages import SUM_TILE_NUMEL
+from ..comm.collectives import ordered_sum
 from ..precision.codecs import Codec
-from ..tiers.budget import DeviceBudget
-
-# Bytes. Returning the pages of a smaller buffer costs more than it saves.
-WORTH_RETURNING = 1 << 20
-
-
-def has_pages_to_return(tensor: Tensor) -> bool:
-    """Return whether a tensor is on the CPU and so large that its idle pages are returned."""
-    return tensor.device.type == "cpu" and tensor.nbytes >= WORTH_RETURNING
-
-
-@dataclass
-class Pool:
-    """A pool of flat tensors, reused by dtype and size.
-
-    Other ranks of a host may read a tensor in place, even after it was given back.
-    `Comm.wait_until_read` waits until they have read it.
-
-    Attributes:
-        device: The device of the tensors.
-        comm: The communicator of all ranks, which allocates the tensors.
-        budget: Counts the memory of the tensors.
-        scratch_numel: The number of elements of `take_scratch`; None for the size that sums need.
-        allocated_bytes: The size of all tensors of the pool, lent or idle.
-    """
-
-    device: torch.device
-    comm: Comm
-    budget: DeviceBudget = field(default_factory=DeviceBudget)
-    scratch_numel: int | None = None
-    _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    allocated_bytes: int = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized flat tensor, which `give` returns to the pool.
-
-        Args:
-            numel: The number of elements of the tensor.
-            dtype: The dtype of the tensor.
-        """
-        idle = self._idle[dtype, numel]
-        if idle:
-            # The tensor that came back first: other ranks have finished reading it by now.
-            tensor = idle.pop(0)
-            self.comm.wait_until_read(tensor)
-            return tensor
-        self.budget.reserve(numel * dtype.itemsize, "a buffer of a unit or a message")
-        tensor = self.comm.empty(numel, dtype)
-        self.allocated_bytes += tensor.nbytes
-        return tensor
-
-    def take_scratch(self) -> Tensor:
-        """Return fp32 scratch memory for sums and codecs, which `give` returns to the pool."""
-        return self.take(self.scratch_numel or SUM_TILE_NUMEL.on(self.device), torch.float32)
-
-    def give(self, tensor: Tensor) -> None:
-        """Return a tensor to the pool.
-
-        If a view of the tensor still exists, the pool drops the tensor, so that it is never
-        overwritten.
-        """
-        if storage_users(tensor) > 1:
-            self._uncount(tensor.nbytes)
-        else:
-            self._idle[tensor.dtype, tensor.numel()].append(tensor)
-
-    def idle(self) -> list[Tensor]:
-        """Return the tensors that are not in use."""
-        return [tensor for tensors in self._idle.values() for tensor in tensors]
-
-    def return_pages(self) -> None:
-        """Return the pages of large idle CPU tensors to the system after a step.
-
-        The pages of the first `KEPT_BYTES` are kept, so that the next step has fewer page faults.
-        """
-        kept = 0
-        for tensor in filter(has_pages_to_return, self.idle()):
-            kept += tensor.nbytes
-            if kept > KEPT_BYTES:
-                self.comm.wait_until_read(tensor)
-                return_pages(tensor)
-
-    def clear(self) -> None:
-        """Free the tensors that are not in use."""
-        self._uncount(sum(tensor.nbytes for tensor in self.idle()))
-        self._idle.clear()
-
-    def _uncount(self, nbytes: int) -> None:
-        self.allocated_bytes -= nbytes
-        self.budget.release(nbytes)
+from .pool import Pool
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class GroupParts:
     comm_ctx: CommContext
     context_of: Callable[[GroupPlan], CommContext]
     weight_gather: Callable[[Group, str], WeightGather]
-    reduction: Callable[[Group], GradReduction]
+    reduction: Callable[[ParamGroup], GradReduction]
     kept_gradients: Callable[[Gradient], Mapping[str, GradSum]] = lambda gradient: {}
 
 

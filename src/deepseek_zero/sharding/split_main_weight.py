@@ -40,8 +40,8 @@ class SplitMasterWeight(MasterWeight):
     def read(
         self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        lower = self.at_update_device(self.buffer, place, end)
-        upper = self.at_update_device(self._upper, place, end)
+        lower = self.buffer.at_update_device(place, end)
+        upper = self._upper.at_update_device(place, end)
         return self._joined(upper, lower, out, scratch)
 
     def read_now(self, place: int, end: int) -> Tensor:
@@ -68,7 +68,7 @@ class SplitMasterWeight(MasterWeight):
         self, place: int, end: int, values: Tensor, chance: Tensor | None = None
     ) -> None:
         self.buffer.guard.before_write()
-        own = [self.at_update_device(each, place, end) for each in (self._upper, self.buffer)]
+        own = [each.at_update_device(place, end) for each in (self._upper, self.buffer)]
         halves = [staging_like(each, values) for each in own]
         split(values, *halves)
         for half, each in zip(halves, own, strict=True):
@@ -77,8 +77,8 @@ class SplitMasterWeight(MasterWeight):
 
     def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
         self.buffer.guard.before_write()
-        lower = self.at_update_device(self.buffer, place, end)
-        return self.at_update_device(self._upper, place, end), lower
+        lower = self.buffer.at_update_device(place, end)
+        return self._upper.at_update_device(place, end), lower
 
     def copy_to_weight(self, place: int, end: int) -> None:
         """Do nothing, because the weight is half of the main weight."""

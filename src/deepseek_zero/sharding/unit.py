@@ -232,7 +232,9 @@ class Unit:
             Collective: every rank that holds the same slices must call it.
         """
         self._reduces += [
-            group.gradient.complete_sum(self.name) for group in self.trained if not group.is_idle
+            group.gradient.reduction.complete(self.name)
+            for group in self.trained
+            if not group.is_idle
         ]
 
     def issue_reduces(self) -> None:

@@ -21,9 +21,9 @@ from ..tiers.tier import Tiers, copy_engine_for
 from .comm_context import CommContext
 from .grad_reduction import GradReduction
 from .group_build import build_group
-from .message import Pool
 from .model_changes import ModelRules, compare_ranks
 from .param_group import GroupParts, ParamGroup
+from .pool import Pool
 from .runtime import Runtime
 from .unit import Unit
 from .weight_gather import WeightGather

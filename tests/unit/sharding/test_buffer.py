@@ -13,8 +13,8 @@ from deepseek_zero.planner.layout import FlatLayout, even_layout
 from deepseek_zero.planner.spec import TRANSITIONS, Movement, P, Placement, R, S, Spec
 from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.comm_context import CommContext
-from deepseek_zero.sharding.message import Pool
 from deepseek_zero.sharding.move import move
+from deepseek_zero.sharding.pool import Pool
 from tests.in_process import CPU, Rank, World, run_ranks
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -112,12 +112,12 @@ def test_with_replicas_a_sum_is_partial_until_their_sum(stage: int) -> None:
             assert gradient.sum.is_reduced
             with pytest.raises(AssertionError, match="cannot go from partially reduced to held"):
                 hold(gradient)
-            pending = gradient.complete_sum("it")
+            pending = gradient.reduction.complete("it")
             assert gradient.sum.state is GradState.REDUCING
             pending.wait()
             assert gradient.sum.state is GradState.REDUCED
         assert_twos(gradient, size=1)  # the mean
-        gradient.complete_sum("it, again").wait()
+        gradient.reduction.complete("it, again").wait()
         assert_twos(gradient, size=1)  # the mean
 
     run_ranks(4, body)

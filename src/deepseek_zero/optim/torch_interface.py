@@ -1,0 +1,92 @@
+"""The attributes and methods of `torch.optim.Optimizer` that a sharded optimizer forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ..base.device import ScalesItself
+from ..precision.loss_scale import LossScaler
+from .executor_updates import ExecutorUpdates
+from .inner_states import load_saved_states, load_states, saved_states
+from .shard_set import ShardSet
+
+
+class TorchInterface(ScalesItself, Optimizer):
+    """Base class of `ShardedOptimizer`, which forwards the attributes of torch's optimizers.
+
+    `Optimizer.__init__` is not called, because it would require parameters.
+
+    Attributes:
+        inner: The optimizer that computes the updates.
+        shard_set: The shards of the main weights, which `inner` updates.
+        scaler: The loss scaler, or None.
+        steps: The number of calls of `step`.
+    """
+
+    inner: Optimizer
+    shard_set: ShardSet
+    scaler: LossScaler | None
+    steps: int
+    _executor_updates: ExecutorUpdates
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's state, with pending updates applied and offloaded moments fetched.
+
+        Reading this property may wait for transfers. The library itself calls `load_states`.
+        """
+        return load_states(self.shard_set)
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The default hyper-parameters of the inner optimizer."""
+        return self.inner.defaults
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The inner optimizer, under DeepSpeed's name."""
+        return self.inner
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group with separate hyper-parameters.
+
+        Args:
+            param_group: Parameters of the wrapped model under "params", and their hyper-parameters.
+
+        Note:
+            Collective: every rank must call it, between two steps.
+        """
+        self._executor_updates.add_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients of the current accumulation."""
+        self.shard_set.runtime.backward.discard_step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state in the layout of the inner optimizer.
+
+        Checkpoints of the engine name the states by parameter instead, and can be loaded with any
+        number of ranks.
+        """
+        scaler = self.scaler.state_dict() if self.scaler else None
+        return {**saved_states(self.shard_set), "scaler": scaler, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict` of the same rank, world size and stage."""
+        load_saved_states(self.shard_set, state)
+        self.steps = int(state.get("steps", self.shard_set.updater.updates))
+        if self.scaler is not None and state.get("scaler") is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer({self.inner!r})"
