@@ -23,6 +23,7 @@ from ..extensions.gathered_parameters import gather_full, join_split
 from ..planner.split import split_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
+from ..sharding.whole_values import main_values
 from . import files
 from .hf_folder import (
     EXPORT_PATTERNS,
@@ -196,7 +197,7 @@ def _own_values(
             continue
         source = group.weight
         if group.master is not None and _needs_master(group, settings):
-            source = group.master.values()
+            source = main_values(group.master)
         flat = gather_full(source, group, f"export of {group.members[0].name}")
         for storage in (group.weight.storage, *exact_storages(group)):
             storage.evict(0, storage.memory.numel())  # the copy that was fetched for reading

@@ -14,11 +14,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..optim.inner_step import Hypers
 from ..optim.master_shard import Tile, collected, tiles_by_group
 from ..optim.offloaded_states import prefetch
 from ..optim.tile_memory import TilePrefetcher
 from ..optim.update_policy import Stepping, UpdatePolicy
-from ..optim.updater import Decision, Hypers, Updater
+from ..optim.updater import Decision, Updater
 from ..sharding.grad_sum import GradState
 from ..sharding.gradient import Gradient
 from ..sharding.param_group import ParamGroup

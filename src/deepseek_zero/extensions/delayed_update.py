@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.errors import UsageError
+from ..optim.inner_step import Hypers
 from ..optim.update_policy import Stepping, UpdatePolicy
-from ..optim.updater import Decision, Hypers
+from ..optim.updater import Decision
 from ..planner.extras import late_gradient_of
 from ..planner.spec import S, Spec
 from ..sharding.grad_sum import GradState, GradSum

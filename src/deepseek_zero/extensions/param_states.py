@@ -25,6 +25,7 @@ from ..sharding.grad_edits import complete, is_reduced, own_part
 from ..sharding.param_group import ParamGroup
 from ..sharding.param_ranges import local_range, owned_range
 from ..sharding.sharded_parameter import owner_of
+from ..sharding.whole_values import main_values
 from .gathered_parameters import gather_full
 
 
@@ -212,7 +213,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     if not isinstance(owner, ParamGroup) or owner.master is None:
         return None
     with torch.no_grad():
-        return _gathered(owner.master.values(), owner, param).float()
+        return _gathered(main_values(owner.master), owner, param).float()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +19,8 @@ from torch.optim import Optimizer
 
 from ..base.meter import PhaseClock
 from ..base.progress import FirstWork
-from ..optimizers.plain_steps import raw_step
 from ..precision.compact import StochasticRounding
+from .inner_step import Hypers, InnerStep
 from .master_shard import GradSource, MasterShard, Tile, collected
 from .moments import Moments
 from .offloaded_states import evict_staged, prefetch
@@ -29,8 +28,6 @@ from .one_pass import GroupUpdate, OnePass
 from .param_overlap import random_bits
 from .tile_memory import PrefetchSettings, Scratch
 from .update_guard import UpdateGuard
-
-Hypers = list[dict[str, Any]]  # the options of each parameter group, without its parameters
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,7 @@ class Updater:
         self.settings = settings
         self.guard = UpdateGuard(clock)
         self.one_pass = OnePass(inner)
+        self._inner_step = InnerStep(inner)
         self.updates = 0  # number of decided updates
         self.has_run = False  # whether the optimizer has created its states
         # It may be slow, because it touches the memory of the states for the first time
@@ -129,8 +127,8 @@ class Updater:
                 self.moments.load(shard)
                 shown.append(shard)
                 shard.param.grad = self._scaled(shard, grad, decision.factor)
-            for part in self._alike(rest, shown) if rest else ():
-                self._step_inner(part, decision.hypers)
+            if rest:
+                self._inner_step.run(rest, shown, decision.hypers)
             # Kernels write one canonical NaN, so the optimizer's own NaNs are replaced by it.
             for number, shard in rest:
                 self.one_pass.settle(shard.param, self._group(number, decision))
@@ -163,33 +161,3 @@ class Updater:
             return torch.mul(grad, factor, out=scaled)
         scaled.copy_(grad)
         return scaled if factor == 1.0 else scaled.mul_(factor)
-
-    def _alike(self, tile: Tile, shown: Sequence[MasterShard]) -> list[Tile]:
-        """Split a tile into shards with and without optimizer state.
-
-        Shards that were unfrozen later have no state yet. PyTorch's fused SGD does not accept both
-        in one call.
-        """
-        new = {id(shard) for shard in shown if not self.inner.state.get(shard.param)}
-        if not new or len(new) == len(shown):
-            return [tile]
-        return [
-            [item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)
-        ]
-
-    def _step_inner(self, tile: Tile, hypers: Hypers | None) -> None:
-        """Call the inner optimizer once for the shards of a tile."""
-        groups = self.inner.param_groups
-        before = [dict(group) for group in groups]
-        given = hypers or [{} for _ in groups]
-        try:
-            for number, group in enumerate(groups):
-                group.update(given[number])
-                group["params"] = [shard.param for owner, shard in tile if owner == number]
-            raw_step(self.inner)()
-        finally:
-            for group, earlier, values in zip(groups, before, given, strict=True):
-                group["params"] = earlier["params"]
-                for key, value in values.items():
-                    if group[key] is value:  # keep what the optimizer itself changed
-                        group[key] = earlier[key]

@@ -75,3 +75,8 @@ class Group:
     def own_weight(self) -> Tensor:
         """Return this rank's slice of the weight, flat."""
         return self.weight.shard(self.comm_ctx.comm.rank)
+
+    def refuse_offloaded_weight(self) -> None:
+        """Raise `UsageError` if `engine.offload_states` has moved the weight away."""
+        if self.weight.guard.is_offloaded:
+            self.weight.guard.before_read()

@@ -6,7 +6,7 @@ it is split into the weight and a buffer with the lower 16 bits (split_main_weig
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -172,13 +172,6 @@ class MasterWeight:
         """Return the storages of the values that are not on the training device."""
         buffers = [self.buffer] if self.weight is None else [self.buffer, self.weight]
         return [buffer.storage for buffer in buffers if not buffer.storage.on_device]
-
-    def values(self) -> FlatBuffer:
-        """Return all values of this rank, flat: the buffer itself, or a copy."""
-        if self.buffer.spec.dtype == self.dtype:
-            return self.buffer
-        spec = replace(self.buffer.spec, dtype=self.dtype)
-        return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.memory.numel()))
 
 
 def staging_like(target: Tensor, values: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.memory import trim_heap
@@ -20,6 +19,7 @@ from ..comm.pending import DONE, Pending
 from ..planner.spec import R, S
 from ..planner.units import GroupPlan
 from ..tiers.tier import Storage
+from .accessible_group import AccessibleGroup
 from .buffer import FlatBuffer, PendingUpdate
 from .comm_context import CommContext
 from .grad_reduction import GradReduction
@@ -29,7 +29,6 @@ from .gradient import Gradient
 from .group import Group
 from .model_changes import error_of_lost_values, warn_of_lost_changes
 from .param_info import ParamInfo
-from .param_ranges import write_param
 from .weight_gather import WeightGather
 
 
@@ -54,7 +53,7 @@ class GroupParts:
     kept_gradients: Callable[[Gradient], Mapping[str, GradSum]] = lambda gradient: {}
 
 
-class ParamGroup(Group):
+class ParamGroup(AccessibleGroup):
     """A group of parameters, whose weight is gathered and released, with its gradient.
 
     Args:
@@ -226,28 +225,3 @@ class ParamGroup(Group):
         ):
             return DONE
         return self.weight_gather.refresh(what, is_update=is_update)
-
-    def refuse_offloaded_weight(self) -> None:
-        """Raise `UsageError` if `engine.offload_states` has moved the weight away."""
-        if self.weight.guard.is_offloaded:
-            self.weight.guard.before_read()
-
-    # -- `Owner` (sharding/sharded_parameter.py)
-
-    def fetch_for(self, param: nn.Parameter) -> bool:
-        self.refuse_offloaded_weight()
-        runtime = self.runtime()
-        return runtime is not None and bool(runtime.fetch(self))
-
-    def name_of(self, param: nn.Parameter) -> str:
-        return self.members[self.index[id(param)]].name
-
-    def is_in_engine(self) -> bool:
-        runtime = self.runtime()
-        return runtime is not None and not runtime.is_destroyed
-
-    def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        slot = self.members[self.index[id(param)]].slot
-        self.weight_gather.before_write(slot.name)
-        self.weight_gather.changed()
-        write_param(self, slot, value)

@@ -44,7 +44,7 @@ from .param_info import ParamInfo
 from .reduce_lane import ReduceLane
 from .step_state import StepState
 from .unit import Unit
-from .whole_values import restore_params, whole_values
+from .whole_values import main_values, restore_params, whole_values
 
 
 class HasCasts(Protocol):
@@ -259,7 +259,7 @@ def promote(group: ParamGroup, what: str, *, to_fp32: bool) -> None:
         planned = planned.promoted()
     if group.master is None or planned is group.planned:
         return
-    values = group.master.values()
+    values = main_values(group.master)
     group.planned = planned
     allocate_weight(group, what)
     is_split = group.plan.master_is_split

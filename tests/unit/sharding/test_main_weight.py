@@ -14,6 +14,7 @@ from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.main_weight import MasterWeight
 from deepseek_zero.sharding.param_ranges import local_range, owned_range
 from deepseek_zero.sharding.split_main_weight import SplitMasterWeight
+from deepseek_zero.sharding.whole_values import main_values
 
 LAYOUT = even_layout(["a", "b", "c"], [(700,), (900,), (300, 2)], 2)  # both ranks have a part of b
 RANK = 1
@@ -45,8 +46,8 @@ def test_written_values_are_read_back_and_the_callers_are_unchanged(
     master = master_of(kind, placement, values)
     assert torch.equal(values, before)
     assert torch.equal(master.read(0, values.numel()), values)
-    assert torch.equal(master.values().memory, values)
-    assert master.values().spec == Spec(placement, torch.float32)
+    assert torch.equal(main_values(master).memory, values)
+    assert main_values(master).spec == Spec(placement, torch.float32)
     assert (master.in_place_view(3, 5) is None) == master.is_split == (kind == "split")
     master.write(100, 103, torch.tensor([1.0, 2.0, 1e-42]))
     assert master.read(99, 104).tolist() == [values[99], 1.0, 2.0, torch.tensor(1e-42), values[103]]

@@ -17,7 +17,7 @@ from deepseek_zero.sharding.move import move
 from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.regroup import promote, relayout
 from deepseek_zero.sharding.sharded_parameter import ShardedParameter
-from deepseek_zero.sharding.whole_values import restore_params
+from deepseek_zero.sharding.whole_values import main_values, restore_params
 from tests.in_process import CPU, Rank, build_one, run_ranks
 from tests.models import Odd
 
@@ -47,7 +47,7 @@ def gathered(group: ParamGroup) -> dict[str, Tensor]:
 
 def masters(group: ParamGroup) -> Tensor:
     """Return the whole main weights of all ranks in fp32."""
-    source = group.master.values()
+    source = main_values(group.master)
     full = FlatBuffer.empty(group.layout, type(source.spec)(R, source.spec.dtype), CPU)
     move(source, full, group.comm_ctx, "masters").wait()
     return torch.cat([full.view(slot).reshape(-1) for slot in group.layout.slots])
