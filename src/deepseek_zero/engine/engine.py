@@ -15,6 +15,7 @@ from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
+from ..sharding.irregular_passes import join_skipped_passes, reduce_step
 from ..sharding.runtime import Runtime
 from .losses import Losses
 from .micro_batches import HeldReductions, has_graph
@@ -194,7 +195,7 @@ class Engine(StandsForModule):
                 else:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 if loop is None and runtime.step.backwards == done:
-                    runtime.backward.join_skipped_passes()
+                    join_skipped_passes(runtime.backward)
         except BaseException as error:
             runtime.comm.waits.post_error(error)
             raise
@@ -256,7 +257,7 @@ class Engine(StandsForModule):
         step = self.runtime.step
         taken = 1 if self.parts.loop is not None else max(1, step.backwards - counted)
         if self.parts.loop is None and step.backwards and not step.is_boundary:
-            self.runtime.backward.reduce_step()
+            reduce_step(self.runtime.backward)
         self._count(taken)
         if self.config.managed_gradient_accumulation:
             self.micro_steps = (self.global_steps + 1) * self._batch.accumulation

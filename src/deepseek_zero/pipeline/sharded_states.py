@@ -14,6 +14,7 @@ from functools import partial
 
 from ..planner.schedule import Pass
 from ..sharding.gather_lane import whole_pass
+from ..sharding.irregular_passes import reduce_step
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
 from .executor import States
@@ -129,7 +130,7 @@ class ShardedStates(States):
 
     def _reduce_step(self) -> None:
         self._visit(frozenset({0}))  # reduction needs no gathers
-        self.runtime.backward.reduce_step()
+        reduce_step(self.runtime.backward)
         self._visit(None)
         _unpin(self.runtime.units)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base.device import backward_id, queue_backward_callback
 from ..base.meter import BETWEEN
+from .attached import Driver
 from .comm_context import CommContext
 from .gather_lane import GatherLane
 from .hooks import weak_hook
+from .irregular_passes import join_skipped_passes, recover
 from .loss_factor import LossFactor
 from .model_changes import refuse_unused
 from .param_group import ParamGroup
@@ -22,32 +24,8 @@ from .step_state import Phase, StepState
 from .tiles import LayerTiles
 
 
-class Driver(Protocol):
-    """Interface of an object that runs forwards and backwards of parts of a model.
-
-    The training loop of a pipeline implements it, because the loop calls the stages of the model
-    separately.
-    """
-
-    def before_step(self) -> None:
-        """Complete the gradients before a step, or raise an error.
-
-        Note:
-            Collective: every rank must call it.
-        """
-
-    def forget(self) -> None:
-        """Reset the driver after gradients were discarded or used by a step."""
-
-
 class Backward:
     """Registers autograd hooks that gather weights and reduce gradients during backward.
-
-    Args:
-        gathers: Issues the all-gathers of weights, in order.
-        reductions: Issues the reductions of gradients, in order.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
-        loss_factor: The factor of the gradients.
 
     Attributes:
         units: The units of the model, the root first.
@@ -86,15 +64,7 @@ class Backward:
     # -- hooks
 
     def watch_grads(self, unit: int, group: ParamGroup) -> list[Any]:
-        """Register hooks on the gradients of a group's parameters.
-
-        Args:
-            unit: The number of the group's unit.
-            group: The parameter group whose gradients are collected.
-
-        Returns:
-            The handles with which PyTorch removes the hooks.
-        """
+        """Register hooks on the gradients of a group's parameters, and return their handles."""
         handles: list[Any] = []
         for member in group.members:
             if not member.is_frozen:
@@ -110,19 +80,13 @@ class Backward:
         Args:
             unit: The number of the unit.
             output: A tensor that the unit's forward returned.
-            is_first: Whether the output is of the unit's first use in this forward, which backward
-                reaches last.
+            is_first: Whether it is the unit's first use in this forward, which backward reaches
+                last.
         """
         output.register_hook(weak_hook(self, Backward.on_output_grad, unit, is_first))
 
     def on_output_grad(self, number: int, is_first: bool, grad: Tensor) -> None:
-        """Unshard a unit, because a gradient has reached its output.
-
-        Args:
-            number: The number of the unit.
-            is_first: Whether the output is of the unit's first use in its forward.
-            grad: The gradient of the output; it is not changed.
-        """
+        """Unshard a unit, because a gradient has reached an output (see `watch_output`)."""
         unit = self.units[number]
         gathers = self.gathers
         reductions = self.reductions
@@ -145,23 +109,16 @@ class Backward:
     def before_grad(self, grad: Tensor) -> None:
         """Start the backward before autograd writes a parameter's `.grad`.
 
-        It is needed for a loss that uses only hidden states or parameters. Such a backward does not
-        reach any output of the model, whose hooks would otherwise start it.
-
-        Args:
-            grad: The gradient of the parameter; it is not changed.
+        A loss that uses only hidden states or parameters does not reach any output of the model,
+        whose
+        hooks would otherwise start the backward.
         """
         # `torch.autograd.grad` inside a forward writes no `.grad` (tiled_loss.py).
         if self.step.phase is not Phase.BACKWARD and not self.step.active:
             self.begin()
 
     def on_grad(self, number: int, param: nn.Parameter) -> None:
-        """Collect the gradient that autograd has accumulated in a parameter's `.grad`.
-
-        Args:
-            number: The number of the parameter's unit.
-            param: The parameter whose `.grad` autograd has written.
-        """
+        """Collect the gradient that autograd has accumulated in a parameter's `.grad`."""
         if torch.is_grad_enabled():  # under create_graph
             with torch.no_grad():
                 self.on_grad(number, param)
@@ -184,7 +141,7 @@ class Backward:
         self.loss_factor.refuse_unscaled()
         self.loss_factor.refuse_gradient_of_gradient()
         if self.step.phase is Phase.BACKWARD:
-            self.recover()  # the backward before this one never ended
+            recover(self)  # the backward before this one never ended
         self._number = backward_id()
         self.step.enter(Phase.BACKWARD)
         self.comm.meter.clock.enter("backward")
@@ -193,7 +150,7 @@ class Backward:
         # Torch drops the callback without a call if an exception ends the backward.
         dropped = weak_hook(self, Backward._on_dropped, self._number, raises_if_gone=False)
         weakref.finalize(callback, dropped).atexit = False
-        self._begin_passes(ends_step=self.step.is_boundary)
+        self.begin_passes(ends_step=self.step.is_boundary)
 
     def _on_dropped(self, number: int) -> None:
         """Post an error to the other ranks if an exception ended a backward call."""
@@ -201,7 +158,8 @@ class Backward:
             error = RuntimeError("its backward ended early; its own output tells why")
             self.comm.waits.post_error(error)
 
-    def _begin_passes(self, *, ends_step: bool) -> None:
+    def begin_passes(self, *, ends_step: bool) -> None:
+        """Start the gathers and reductions of a backward. Collective."""
         with torch.no_grad():
             for group in self._trained_groups():
                 group.grad_view.hide()
@@ -221,11 +179,12 @@ class Backward:
             # A rank that skipped units must still take part in their gathers and reductions. It
             # starts all of them before it waits for one.
             gathers.gather_for_others()
-            if self.reductions.settings.unused_is_error:
+            if reductions.settings.unused_is_error:
                 arrived = {number for unit in self.units for number in unit.arrived}
                 refuse_unused(self._trained_groups(), arrived)
             if reductions.reduces_now:
-                self._reduce_remaining()
+                reductions.reduce_remaining()
+                self.comm_ctx.copy_engine.synchronize()
             gathers.end()
             gathers.reshard_all()
             reductions.update_expected()
@@ -235,82 +194,42 @@ class Backward:
             self.step.forwards = 0
             if self.is_in_step:
                 self.step.backwards += 1
-                self._show_grads(joined=joined)
+                self.show_grads(joined=joined)
         self.comm.meter.clock.enter(BETWEEN)
 
-    def _reduce_remaining(self) -> None:
-        self.reductions.reduce_remaining()
-        self.comm_ctx.copy_engine.synchronize()
-
-    def _show_grads(self, *, joined: bool) -> None:
+    def show_grads(self, *, joined: bool) -> None:
+        """Show the collected gradients as `.grad`; `joined` as in `end`."""
         for group in self._trained_groups():
             group.grad_view.show(joined=joined)
 
     @property
     def is_in_step(self) -> bool:
-        """Return whether the current forward or backward belongs to a training step of this model.
+        """Whether the current forward or backward belongs to a training step of this model.
 
-        It does not belong to one if all parameters are frozen and there was no backward before, for
-        example if another model is trained through this one.
+        If all parameters are frozen, another model may be trained through this one.
         """
         return bool(self.step.backwards) or any(unit.expected for unit in self.units)
 
-    # -- without a backward
-
-    def join_skipped_passes(self) -> None:
-        """Run the collectives of a forward and a backward that this rank skipped.
-
-        The rank gathers the same units as the others, and contributes zeros as gradients.
-
-        Note:
-            Collective: every rank that skipped the forward and the backward must call it.
-        """
-        with torch.no_grad():
-            if self.step.forwards == 0:
-                self.gathers.begin(self.gathers.schedule.forward)
-                self.gathers.end()
-            self._begin_passes(ends_step=self.step.is_boundary)
-            self.end(joined=False)
-
-    def reduce_step(self) -> None:
-        """Reduce the gradients of all backwards since the last step.
-
-        It is called before a step if no backward reduced gradients, because none of them was known
-        to be the last one.
-
-        Note:
-            Collective: every rank must call it.
-        """
-        with torch.no_grad():
-            self._begin_passes(ends_step=True)
-            self._reduce_remaining()
-            self.gathers.end()
-            self._show_grads(joined=False)
+    # -- the gradients of a step
 
     def before_step(self) -> None:
         """Complete the gradients of a step, including values that the program assigned to `.grad`.
 
-        If this rank skipped a forward and backward, it runs their collectives. Gradients that
-        arrived after the reduction of their unit are reduced now.
-
-        Note:
-            Collective: every rank must call it.
+        If this rank skipped a forward and backward, it runs their collectives. Collective: every
+        rank
+        must call it.
         """
         self.comm.meter.clock.enter("optimizer")
         if (driver := self.driver()) is not None:
             driver.before_step()
         if self.step.backwards == 0:
-            self.join_skipped_passes()
+            join_skipped_passes(self)
         self.reductions.complete_sums()
         for group in self._trained_groups():
             group.grad_view.take_assigned()
 
     def drop_grads(self) -> None:
-        """Discard every gradient.
-
-        Note:
-            Every rank must call it; it does not communicate.
-        """
+        """Discard every gradient. Every rank must call it; it does not communicate."""
         self.reductions.wait()
         self.comm_ctx.copy_engine.synchronize()
         self.reductions.late.clear()
@@ -326,29 +245,6 @@ class Backward:
             self.comm_ctx.pool.return_pages()
 
     def discard_step(self) -> None:
-        """Discard the gradients of all backwards since the last step.
-
-        Note:
-            Every rank must call it; it does not communicate.
-        """
+        """Discard the gradients of all backwards since the last step, as `drop_grads`."""
         self.drop_grads()
         self.step.backwards = 0
-
-    def recover(self) -> None:
-        """Recover from a forward or backward that an exception ended.
-
-        Collectives in flight are finished, and incomplete gradients are dropped.
-        """
-        self.comm.waits.withdraw_error()
-        interrupted = self.step.phase
-        if interrupted is Phase.IDLE:
-            return
-        self.step.enter(Phase.IDLE)
-        self.step.leave_forwards()
-        with torch.no_grad():
-            self.gathers.end()
-            for unit in self.units:
-                unit.unpin()
-            if interrupted is Phase.BACKWARD:
-                self.discard_step()
-        self.step.forwards = 0

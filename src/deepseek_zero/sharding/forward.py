@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..base.device import (
-    calls_under_way,
     ends_recomputation,
     in_torch_func,
     next_node_number,
@@ -23,6 +22,7 @@ from ..precision.policy import Policy
 from .backward import Backward
 from .casts import Casts
 from .hooks import weak_hook
+from .irregular_passes import is_nested, leave_forwards, recover
 from .model_changes import Structure, explain_dtypes, frozen_or_unfrozen
 from .regroup import WrappedModel, follow_requires_grad
 from .root_parts import RootParts, refuse_torch_func
@@ -34,20 +34,13 @@ from .unit import Unit, UnitState
 class Forward:
     """Gathers units before their forward, releases them afterwards, and prepares backward.
 
-    Args:
-        model: The runtime of the model, which is referenced weakly.
-        backward: Installs the hooks of the backward.
-        structure: Checks that the program has not added or replaced parameters.
-        policy: The dtypes of the model.
-
     Attributes:
         backward: Installs the hooks of the backward; its lanes, units and state are used here.
         root: The unit of parameters outside all other units.
         structure: Checks that the program has not added or replaced parameters.
         policy: The dtypes of the model.
         casts: Casts the values that are passed between units.
-        root_parts: Hooks for modules of the root unit that a program calls directly, outside the
-            forward of the model.
+        root_parts: Hooks for modules of the root that a program calls outside the model's forward.
     """
 
     def __init__(
@@ -78,11 +71,7 @@ class Forward:
     # -- hooks
 
     def install_hooks(self) -> list[Any]:
-        """Register hooks on the forwards of all units.
-
-        Returns:
-            The handles with which PyTorch removes the hooks.
-        """
+        """Register hooks on the forwards of all units, and return their handles."""
         handles: list[Any] = []
         for unit in self.units:
             module = unit.module
@@ -124,11 +113,13 @@ class Forward:
     def _begin(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Unshard the unit, and return the arguments of its forward."""
         step = self.step
-        if unit is self.root and step.active and not self._is_nested(step.active[0].unit):
-            step.leave_forwards()
+        if unit is self.root and step.active and not is_nested(unit, step.active[0].unit):
+            leave_forwards(step)
         begins = unit is self.root and not step.active and not step.is_in_backward
         if begins:
-            self.backward.recover()
+            self.comm.waits.withdraw_error()
+            if step.phase is not Phase.IDLE:
+                recover(self.backward)
             step.enter(Phase.FORWARD)
             self.comm.meter.clock.enter("forward")
             self.backward.tiles.begin_forward()
@@ -159,15 +150,6 @@ class Forward:
             frame.contexts.append(context)
         return args, kwargs
 
-    def _is_nested(self, outermost: Unit) -> bool:
-        """Return whether a forward of the root that begins now is inside another forward.
-
-        The outermost unit may have ended without a call of `_after`, because torch calls no hook
-        after a KeyboardInterrupt.
-        """
-        calls = calls_under_way(outermost.module)
-        return calls > 1 if outermost is self.root else calls > 0
-
     def _begin_pass(self) -> None:
         """Begin the forward of the whole model."""
         for group in self.model.groups[:1]:  # weights of all groups are moved, or of none
@@ -197,10 +179,7 @@ class Forward:
     def _end(self, unit: Unit, given: Any, output: Any) -> Any:
         """Finish a unit's forward, whether it returned or raised.
 
-        Args:
-            unit: The unit.
-            given: Its arguments, which have the result if the unit returns None.
-            output: The value that the forward returned.
+        If the forward returns None, `given`, its arguments, have the result.
         """
         frame = self.step.active.pop()
         for context in reversed(frame.contexts):

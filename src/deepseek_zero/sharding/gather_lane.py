@@ -24,23 +24,17 @@ class GatherLane:
     """Issues the all-gathers of weights, and frees gathered weights, in the order of a schedule.
 
     In each forward or backward (a pass), units are gathered before their use and released after it.
-
-    Args:
-        units: The units of the model, the root first.
-        schedule: The planned order of gathers, releases and reductions in each forward and
-            backward.
-        comm: The communicator of all ranks of the job.
-        queue: The gathers whose slices are still fetched from an offload memory.
+    Every collective is issued in the same order on every rank of the shard group.
 
     Attributes:
         units: The units of the model, the root first.
+        schedule: The planned order of actions in each forward and backward.
         comm: The communicator of all ranks of the job.
         issue_queue: The gathers whose slices are still fetched from an offload memory.
-        order_is_agreed: Whether all ranks have agreed on the order of units; until then it is
-            recorded.
-        recorded: The numbers of units in the order of their first use.
-        part_of: A function that returns the part of a forward or backward that runs. A pipeline
-            leaves out units of other stages.
+        order_is_agreed: Whether all ranks have agreed on the order of units.
+        recorded: The numbers of units in the order of their first use, until the ranks have agreed.
+        part_of: Returns the part of a forward or backward that runs. A pipeline leaves out units of
+            other stages.
     """
 
     def __init__(
@@ -62,11 +56,7 @@ class GatherLane:
         self.follow(schedule)
 
     def follow(self, schedule: Schedule) -> None:
-        """Replace the schedule between a forward and a backward.
-
-        Args:
-            schedule: The schedule of the next forwards and backwards.
-        """
+        """Replace the schedule between a forward and a backward."""
         self.schedule = schedule
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in self.units for group in unit.sharded]
@@ -76,13 +66,10 @@ class GatherLane:
         self._meets_at_begin = in_place and not may_wait
 
     def agree_on_order(self) -> list[int]:
-        """Return the order of units in which all ranks issue collectives from now on.
+        """Return the order of units in which all ranks issue collectives from now on. Collective.
 
         It is the order of the rank that used most units in the first step, followed by unused
         units.
-
-        Note:
-            Collective: every rank must call it.
         """
         row = torch.full((len(self.units),), -1, dtype=torch.int64)
         row[: len(self.recorded)] = torch.tensor(self.recorded, dtype=torch.int64)
@@ -93,14 +80,7 @@ class GatherLane:
         return [0, *used, *(unit.number for unit in self.units[1:] if unit.number not in used)]
 
     def begin(self, walk: Pass) -> None:
-        """Start the gathers of a forward or backward; the previous one must have ended.
-
-        Args:
-            walk: The scheduled actions of this forward or backward.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
+        """Start the gathers of a forward or backward after the previous one ended. Collective."""
         name = "forward"
         if walk is self.schedule.backward or walk is self.schedule.accumulate:
             name = "backward"
@@ -117,17 +97,14 @@ class GatherLane:
         )
 
     def unshard(self, unit: Unit, *, in_turn: bool = True, externals: bool = False) -> None:
-        """Unshard a unit, and wait until its weights can be used.
+        """Unshard a unit, and wait until its weights can be used. Collective.
 
         Args:
             unit: The unit whose weights are needed.
             in_turn: Whether to advance the schedule to the unit. False for a part of a large layer
                 (tile) that backward recomputes, because it occurs later in the schedule.
-            externals: Whether to also unshard other units whose parameters the forward of this unit
+            externals: Whether to also unshard units whose parameters the forward of this unit
                 reads.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
         """
         if not self.order_is_agreed and unit.number not in self.recorded:
             self.recorded.append(unit.number)
@@ -150,9 +127,8 @@ class GatherLane:
         Args:
             unit: The unit whose forward has ended.
             training: Whether the outputs of the forward need gradients.
-            recomputes: Whether the forward belongs to a checkpoint, so backward recomputes it.
-                Backward releases units itself, except a tile that was gathered only for this
-                forward.
+            recomputes: Whether backward recomputes the forward. It then releases the unit itself,
+                except a tile that was gathered only for this forward.
             was_unsharded: Whether its weights were unsharded before the forward.
         """
         if recomputes:
@@ -167,11 +143,11 @@ class GatherLane:
         """Start the gathers of units that this rank skipped but other ranks may use.
 
         The call also waits until their slices have been fetched from other memories. A reduction
-        may follow, and slower ranks issue it only after these gathers.
+            may
+        follow, and slower ranks issue it only after these gathers.
 
         Args:
-            before: Gather the units before this one; None for all units of the current forward or
-                backward.
+            before: Gather the units before this one; None for all units of the pass.
         """
         if self._walk is None:
             return
@@ -205,12 +181,9 @@ class GatherLane:
             unit.reshard()
 
     def reshard_frozen_before(self, unit: Unit) -> None:
-        """Free the gathered weights of frozen units that backward has passed.
+        """Free the weights of frozen units that backward has passed when it reaches `unit`.
 
         Other units are released after their gradient reduction, which frozen units do not have.
-
-        Args:
-            unit: The unit that backward has reached.
         """
         if not self._frozen:
             return

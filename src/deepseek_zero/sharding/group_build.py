@@ -34,8 +34,7 @@ def build_group(
     """Build a parameter group as planned from whole parameters, with rank 0's values.
 
     Args:
-        planned: The plan of the group: its layout, and the placement, dtype and memory of its
-            states.
+        planned: The layout of the group, and the placement, dtype and memory of its states.
         params: The parameters, by full name.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         parts: Functions that create the objects that gather the weight and reduce the gradient.
@@ -55,12 +54,9 @@ def build_group(
 
 
 def build_states(group: ParamGroup) -> None:
-    """Build the states of a group as planned, and shard its parameters.
+    """Build the states of a group as planned, and shard its parameters. Collective.
 
     The values of rank 0 are copied to the positions of the parameters in the current layout.
-
-    Note:
-        Collective: every rank of the shard group must call it.
     """
     group.members = [
         replace(member, slot=slot)
@@ -117,21 +113,13 @@ def _packed(group: ParamGroup, dtype: torch.dtype) -> Tensor:
 
 
 def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
-    """Expand the placeholder to each parameter's shape, as data of sharded parameters.
-
-    Args:
-        members: The parameters of a group.
-        placeholder: One element of the weight's dtype.
-    """
+    """Expand an element of the weight's dtype to each shape, as data of sharded parameters."""
     for member in members:
         member.placeholder = placeholder.expand(member.slot.shape)
 
 
 def _broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
-    """Copy rank 0's values of a whole buffer to every rank. Every rank must call it.
-
-    If `only_own`, each rank receives only its slice.
-    """
+    """Copy rank 0's values of a whole buffer, or only each rank's slice of it. Collective."""
     slices = [full.shard(rank) for rank in range(comm.size)]
     scatter(comm, slices, slices[comm.rank], what)
     if not only_own:
@@ -139,15 +127,7 @@ def _broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: 
 
 
 def allocate_weight(group: ParamGroup, name: str) -> None:
-    """Allocate the weight of a group.
-
-    Args:
-        group: The parameter group, whose plan names the memory.
-        name: The name of the first parameter, used in error messages.
-
-    Note:
-        Collective: every rank of the shard group must call it.
-    """
+    """Allocate the weight of a group; errors name its first parameter. Collective."""
     what = f"the weights of {name}"
     group.weight_gather = group.parts.weight_gather(group, what)
     group.weight = group.weight_gather.allocate(what)
@@ -159,10 +139,7 @@ def build_master(group: ParamGroup, values: FlatBuffer | None = None) -> MasterW
 
     Args:
         group: The parameter group, whose weight is allocated.
-        values: A buffer that becomes the main weight; None to allocate it as planned.
-
-    Returns:
-        The main weight. Its values are those of `values`, or not initialized.
+        values: A buffer that becomes the main weight; None to allocate it without initial values.
     """
     plan = group.plan
     if plan.master is None or plan.moments is None:
@@ -195,11 +172,5 @@ def build_master(group: ParamGroup, values: FlatBuffer | None = None) -> MasterW
 
 
 def is_exposed(group: ParamGroup) -> bool:
-    """Return whether a program can read and change a group's weight between steps.
-
-    The program may then change the weight without calling its guard.
-
-    Args:
-        group: The parameter group.
-    """
+    """Whether a program can change a group's weight between steps without its guard."""
     return not group.is_sharded or group.comm_ctx.comm.size == 1

@@ -38,14 +38,8 @@ def weak_hook(
 ) -> Hook:
     """Return a hook that calls ``function(owner, *first, ...)``.
 
-    The hook refers weakly to the owner, so that deleting an engine frees its memory at once.
-
-    Args:
-        owner: The object whose method is called; it is referenced weakly.
-        function: The function to call; a method of the owner's class.
-        first: The first arguments after the owner.
-        raises_if_gone: Whether to raise `UsageError` if the owner no longer exists; otherwise do
-            nothing.
+    It refers weakly to the owner, so that deleting an engine frees its memory at once. If the owner
+    is gone, the hook raises `UsageError`, or does nothing unless `raises_if_gone`.
     """
     return Hook(_call, weakref.ref(owner), function, first, raises_if_gone)
 

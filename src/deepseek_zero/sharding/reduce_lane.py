@@ -15,6 +15,8 @@ from .unit import Unit
 class ReduceLane:
     """Issues the gradient reductions, and updates that follow them, in the order of a schedule.
 
+    Every reduction is issued in the same order on every rank of the shard group.
+
     Attributes:
         units: The units of the model, the root first.
         comm: The communicator of all ranks of the job.
@@ -22,8 +24,7 @@ class ReduceLane:
         schedule: The schedule of a step, which lists the reductions of each backward.
         settings: The settings of the plan, which decide when gradients are reduced.
         late: The numbers of units with gradients that arrived after the unit's reduction.
-        updates: A function that returns the optimizer's `ExecutorUpdates`, or None. A weak
-            reference.
+        updates: A function that returns the optimizer's `ExecutorUpdates` or None (weak reference).
     """
 
     def __init__(
@@ -57,11 +58,7 @@ class ReduceLane:
         }
 
     def begin(self, *, ends_step: bool) -> None:
-        """Prepare for the gradient reductions of a new backward.
-
-        Args:
-            ends_step: Whether this is the last backward before the optimizer step.
-        """
+        """Prepare for the gradient reductions of a new backward, which may end the step."""
         self._ends_step = ends_step
         self._reduced = 0
         for unit in self.units:
@@ -70,18 +67,11 @@ class ReduceLane:
 
     @property
     def reduces_now(self) -> bool:
-        """Whether the current backward reduces gradients.
-
-        The backward that ends a step does, and every backward if gradients are sharded.
-        """
+        """Whether this backward reduces: it ends a step, or gradients are sharded."""
         return self._ends_step or bool(self.schedule.accumulate.reduces)
 
     def advance(self) -> None:
-        """Reduce and release the next units of the schedule while they are complete.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
+        """Reduce and release the next units of the schedule while they are complete. Collective."""
         while self._reduced < len(self.order) and self.order[self._reduced].is_complete:
             unit = self._reduce_next()
             if unit.number and not unit.has_frozen_shards:  # the root stays until the end
@@ -92,10 +82,8 @@ class ReduceLane:
 
         A rank that skips a parameter would otherwise deadlock with the other ranks: they would wait
         for its reduction, and it would wait for their next gather. A gradient that arrives after
-        this reduction is reduced before the step (late_gradients.py).
-
-        Args:
-            unit: The unit that backward has reached.
+        this
+        reduction is reduced before the step (late_gradients.py).
         """
         margin = 2 if self.settings.overlap else 1
         reached = self._reduced_before[unit.number] if unit.trained else 0
@@ -114,11 +102,7 @@ class ReduceLane:
             self.complete_sums()
 
     def complete_sums(self) -> None:
-        """Sum the reduced gradients over replicas, once per step.
-
-        Note:
-            Collective: every rank that holds the same slices must call it.
-        """
+        """Sum the reduced gradients over replicas, once per step. Collective."""
         before: Unit | None = None
         for unit in self._completed:
             unit.complete_sums()
@@ -129,10 +113,7 @@ class ReduceLane:
             self._update_after_sum(before)
 
     def update_expected(self) -> None:
-        """Record which gradients have arrived in this backward, to expect them in the next.
-
-        The record of a unit without gradients does not change.
-        """
+        """Expect the gradients that arrived in this backward in the next one, too."""
         for unit in self.units:
             if unit.arrived:
                 unit.expected = set(unit.arrived)
@@ -149,11 +130,7 @@ class ReduceLane:
         return unit
 
     def reduce(self, unit: Unit) -> None:
-        """Start to reduce the gradients of a unit.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
+        """Start to reduce the gradients of a unit. Collective."""
         landed = self._wait_for_first() if len(self._in_flight) >= self.most_reductions else None
         for other in self._in_flight:  # their messages would otherwise be issued only by a wait
             other.issue_reduces()

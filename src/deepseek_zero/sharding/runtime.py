@@ -43,12 +43,9 @@ class Runtime:
         rules: The behavior that the calling API chooses.
 
     Attributes:
-        model: The wrapped model.
-        units: The units of the model, the root first.
         settings: The current settings of the plan.
         machine: The properties of the machine that the plan depends on.
         comm: The communicator of all ranks of the job.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
         gathers: Issues the all-gathers of weights, in order.
         reductions: Issues the reductions of gradients, in order.
         step: The phase of the model and the progress of the current step.
@@ -98,8 +95,7 @@ class Runtime:
     def plan(self) -> Plan:
         """The current plan of the model.
 
-        It differs from the first plan if parameter groups were divided, laid out again or switched
-        to fp32, or if the ranks have agreed on the order of units.
+        It differs from the first plan after groups, their dtypes or the order of units changed.
         """
         units = tuple(unit.planned for unit in self.units)
         return replace(self._planned, settings=self.settings, units=units, schedule=self.schedule)
@@ -131,32 +127,23 @@ class Runtime:
         self.hooks = []
 
     def add_group(self, unit: Unit, group: ParamGroup) -> None:
-        """Register a group with this runtime, and install its gradient hooks if it is trained.
-
-        Args:
-            unit: The unit to which the group belongs.
-            group: The parameter group to register.
-        """
+        """Register a group with this runtime, and install its gradient hooks if it is trained."""
         group.runtime = weakref.ref(self)
         if group.trainable:
             self.hooks += self.backward.watch_grads(unit.number, group)
 
     @property
     def schedule(self) -> Schedule:
-        """The current schedule of a step.
-
-        It changes when the ranks have agreed on the order in which units are used.
-        """
+        """The current schedule of a step; it changes when the ranks agree on an order of units."""
         return self.gathers.schedule
 
     def replan(self, order: Sequence[int] | None = None) -> None:
         """Make a new schedule after sizes, groups, settings or updates of the units changed.
 
+        Every rank must call it between the same two steps; it does not communicate.
+
         Args:
             order: The order in which units compute; None to keep the current one.
-
-        Note:
-            Every rank must call it between the same two steps; it does not communicate.
         """
         before = self.schedule
         schedule = schedule_units(
@@ -176,39 +163,22 @@ class Runtime:
     def fetch(self, group: ParamGroup) -> bool:
         """Gather the unit of a group when a program reads one of its sharded parameters.
 
-        Args:
-            group: The parameter group of the sharded parameter.
-
-        Returns:
-            Whether the unit was gathered. Outside forward and backward it is not.
-
-        Note:
-            Collective if the unit is gathered: every rank of the shard group must call it in the
-            same order.
+        Returns whether the unit was gathered. Outside forward and backward it is not. Collective if
+        it
+        is gathered.
         """
         return fetch_external(self.unit_of(group), self.step, self.gathers)
 
     def fetch_saved(self, group: ParamGroup) -> None:
-        """Gather the unit of a group when backward needs a weight that forward saved.
-
-        Args:
-            group: The parameter group of the weight.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
+        """Gather the unit of a group when backward needs a weight of it. Collective."""
         if self.step.phase is not Phase.BACKWARD and backward_id() != -1:
             self.backward.begin()
         self.fetch(group)
 
     def after_step(self, *, drop: bool = True) -> None:
-        """Discard the gradients after a step and, once, agree on the order of units.
+        """Discard the gradients after a step unless `drop` is false. Collective.
 
-        Args:
-            drop: Whether to discard the gradients; False to keep them.
-
-        Note:
-            Collective: every rank must call it.
+        After the first step, the ranks also agree on the order of units.
         """
         if drop:
             self.backward.drop_grads()

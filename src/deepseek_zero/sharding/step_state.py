@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..base.device import backward_id
+from .attached import FiniteRecords
 from .unit import Unit
 
 
@@ -40,8 +41,7 @@ class ForwardFrame:
         unit: The unit whose forward is running.
         was_unsharded: Whether its weights were already unsharded before.
         is_first: Whether this is its first use in this forward. Only a tile can be used again.
-        begin: The number of autograd's first node inside the forward; None if gradients need no
-            scaling at its borders.
+        begin: Autograd's first node inside the forward; None if gradients need no scaling there.
         contexts: The context managers to exit after the forward (saved-tensor hooks, autocast).
         has_returned: Whether the forward returned without an exception.
     """
@@ -54,33 +54,17 @@ class ForwardFrame:
     has_returned: bool = False
 
 
-class FiniteRecords(Protocol):
-    """Records which inputs, outputs and gradients of units are finite (`NonFiniteDetector`)."""
-
-    def record(self, what: str, unit: int, value: Any) -> None:
-        """Record a value of a unit without waiting for it.
-
-        Args:
-            what: "input", "output" or "grad".
-            unit: The number of the unit.
-            value: The value, which may be nested.
-        """
-
-
 class StepState:
     """The phase of a wrapped model and the progress of its current step.
 
     Attributes:
         active: The units whose forwards are running, outermost first.
-        parts: The modules of the root that a program calls outside the forward of the model,
-            outermost first.
+        parts: The modules of the root that run outside the forward of the model, outermost first.
         forwards: The number of forwards with gradients since the last backward.
         backwards: The number of backwards since the last step.
-        is_boundary: Whether the next backward is the last one of gradient accumulation, so
-            replicated gradients are reduced.
+        is_boundary: Whether the next backward is the last one of gradient accumulation.
         has_gradients: Whether a gradient has arrived since gradients were dropped.
-        is_graphless: Whether `backward` was called since the last step with a loss that requires no
-            gradient.
+        is_graphless: Whether a loss since the last step required no gradient.
         nonfinite: Records of non-finite values; None if they are not tracked.
     """
 
@@ -101,45 +85,29 @@ class StepState:
         return self._phase
 
     def enter(self, phase: Phase) -> None:
-        """Change the phase at the beginning or end of a forward or backward.
-
-        Args:
-            phase: The new phase.
-        """
+        """Change the phase at the beginning or end of a forward or backward."""
         if (self._phase, phase) not in PHASE_MOVES:
             raise AssertionError(
                 f"a wrapped model cannot go from {self._phase.value} to {phase.value}"
             )
         self._phase = phase
 
-    def leave_forwards(self) -> None:
-        """Forget forwards that an exception ended, and exit the context managers they entered."""
-        for frame in reversed(self.active):
-            for context in reversed(frame.contexts):
-                context.__exit__(None, None, None)
-        self.active.clear()
-        self.parts.clear()
-
     @property
     def is_in_backward(self) -> bool:
-        """Return whether a backward of the model is running.
-
-        A backward that an exception ended is not running, although the phase has not changed.
-        """
+        """Whether a backward is running; one that an exception ended is not."""
         is_running = backward_id() != -1  # autograd's id of the backward on this thread
         return self._phase is Phase.BACKWARD and is_running
 
     @property
     def is_between_steps(self) -> bool:
-        """Return whether no backward and no training forward ran since the last step."""
+        """Whether no backward and no training forward ran since the last step."""
         return self.backwards == 0 and self.forwards == 0
 
     @property
     def is_outermost(self) -> bool:
-        """Return whether a forward that begins now is an outermost one that autograd records.
+        """Whether a forward that begins now is an outermost one that autograd records.
 
         It is then neither inside another forward nor a recomputation.
         """
-        if self.active or self.parts or not torch.is_grad_enabled():
-            return False
-        return not self.is_in_backward
+        is_inside = self.active or self.parts or self.is_in_backward
+        return torch.is_grad_enabled() and not is_inside

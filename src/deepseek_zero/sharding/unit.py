@@ -34,30 +34,20 @@ MOVES = {
 class Unit:
     """Parameter groups that are gathered, released and reduced together.
 
-    The root unit has the parameters that no other unit has.
-
-    Args:
-        name: The name of the module.
-        module: The module whose forward needs the parameters.
-        groups: The parameter groups of the unit.
-        number: The index of the unit in the model; 0 for the root.
-        is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
-
     Attributes:
         name: The name of the module.
         module: The module whose forward needs the parameters.
-        number: The index of the unit in the model; 0 for the root.
-        arrived: The ids of parameters whose gradient arrived in the current backward.
-        expected: The ids of parameters whose gradient is expected in a backward.
+        number: The index of the unit in the model; 0 for the root, which has the parameters that no
+            other unit has.
         groups: All groups.
         sharded: The groups whose weight must be gathered.
         trained: The groups that have a gradient.
         group_of: The group of each trained parameter, by the parameter's id.
+        arrived: The ids of parameters whose gradient arrived in the current backward.
+        expected: The ids of parameters whose gradient is expected in a backward.
         reduced_in_backward: Whether the current backward has started the unit's reduction.
-        is_pinned: Whether the unit stays unsharded until the step, because many forwards and
-            backwards of a pipeline use it.
-        is_promoted: Whether the unit computes in fp32 although the run uses 16 bits (precision
-            "auto").
+        is_pinned: Whether the unit stays unsharded until the step, for a pipeline.
+        is_promoted: Whether the unit computes in fp32 although the run uses 16 bits.
         is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
         externals: Other units whose parameters the forward of the unit reads (external_params.py).
         watch: Called with the unit after its weights were gathered; may be None.
@@ -100,12 +90,12 @@ class Unit:
 
     @property
     def has_frozen_shards(self) -> bool:
-        """Return whether a sharded group of the unit is frozen and therefore never reduced."""
+        """Whether a sharded group of the unit is frozen and therefore never reduced."""
         return any(group.is_idle or not group.trainable for group in self.sharded)
 
     @property
     def waits_for_states(self) -> bool:
-        """Return whether a pending update of a sharded weight needs offloaded states."""
+        """Whether a pending update of a sharded weight needs offloaded states."""
         return any(
             group.guard.pending is not None and group.plan.is_offloaded for group in self.sharded
         )
@@ -124,25 +114,22 @@ class Unit:
 
     @property
     def planned(self) -> UnitPlan:
-        """Return the current plan of the unit: its name and the plans of its groups."""
+        """The current plan of the unit."""
         return UnitPlan(self.name, tuple(group.planned for group in self.groups), self.is_tile)
 
     @property
     def is_copied(self) -> bool:
-        """Return whether a gather makes copies that a release frees.
-
-        If not, weights are used in the memory that holds them.
-        """
+        """Whether a gather makes copies that a release frees."""
         return any(group.weight_gather.makes_copies for group in self.sharded)
 
     @property
     def is_gathered_from_ranks(self) -> bool:
-        """Return whether the unit has sharded weights outside of `GatheredParameters` blocks."""
+        """Whether the unit has sharded weights outside of `GatheredParameters` blocks."""
         return any(not group.is_pinned for group in self.sharded)
 
     @property
     def numel(self) -> int:
-        """Return the number of elements of all groups with padding, the unit's largest message."""
+        """The number of elements of all groups with padding, the unit's largest message."""
         return sum(group.layout.padded_numel for group in self.groups)
 
     def members(self) -> list[ParamInfo]:
@@ -152,11 +139,7 @@ class Unit:
     # -- weights
 
     def unshard(self) -> None:
-        """Start the all-gathers of the groups unless they are in flight or done.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
+        """Start the all-gathers of the groups unless they are in flight or done. Collective."""
         if self._state is UnitState.SHARDED and self.sharded:
             for group in self.sharded:
                 group.refuse_offloaded_weight()
@@ -164,11 +147,7 @@ class Unit:
             self._gathers = [group.gather(self.name) for group in self.sharded]
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gathers, and make the parameters views of the weights.
-
-        Raises:
-            PeerError: Another rank failed.
-        """
+        """Wait for the all-gathers, and make the parameters views of the weights."""
         if self._state is UnitState.UNSHARDING:
             for pending in self._gathers:
                 pending.wait()
@@ -182,8 +161,7 @@ class Unit:
     def reshard(self) -> None:
         """Shard the parameters again, and free the gathered weights.
 
-        If a gather is in flight, the call waits for it, because the transport still writes to the
-        buffer.
+        A gather in flight is awaited first, because the transport still writes to the buffer.
         """
         self.wait_for_unshard()
         if self._state is UnitState.UNSHARDED and not self.is_pinned:
@@ -192,10 +170,7 @@ class Unit:
                 group.reshard()
 
     def unpin(self) -> None:
-        """Release a unit that was pinned, and let the schedule release it again.
-
-        Called before a step, because the gathered weights are those before the step.
-        """
+        """Release a pinned unit before a step, because its weights are those before the step."""
         self.is_pinned = False
         self.reshard()
 
@@ -203,21 +178,14 @@ class Unit:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every gradient that this backward expects has arrived."""
-        return (
-            bool(self.trained)
-            and len(self.expected) <= len(self.arrived)
-            and self.expected <= self.arrived
-        )
+        """Whether every gradient that this backward expects has arrived."""
+        return bool(self.trained) and self.expected <= self.arrived
 
     def reduce_grads(self, *, is_last: bool) -> None:
-        """Start to reduce the gradients of the unit's groups.
+        """Start to reduce the gradients of the unit's groups. Collective.
 
         Args:
             is_last: Whether no other reduction is expected before the step.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
         """
         self._reduces += [
             group.gradient.reduce(self.name, is_last=is_last)
@@ -226,11 +194,7 @@ class Unit:
         ]
 
     def complete_sums(self) -> None:
-        """Start to sum the reduced gradients of the unit over replicas, once per step.
-
-        Note:
-            Collective: every rank that holds the same slices must call it.
-        """
+        """Start to sum the reduced gradients over replicas, once per step. Collective."""
         self._reduces += [
             group.gradient.reduction.complete(self.name)
             for group in self.trained
@@ -238,11 +202,7 @@ class Unit:
         ]
 
     def issue_reduces(self) -> None:
-        """Send the messages of the unit's reductions that have not been sent yet.
-
-        Note:
-            Collective: every rank of the shard group must call it in the same order.
-        """
+        """Send the messages of reductions that have not been sent yet. Collective."""
         for pending in self._reduces:
             pending.issue_all()
 

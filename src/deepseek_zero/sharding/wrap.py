@@ -34,13 +34,7 @@ MakeParts = Callable[[Plan, Comm, CommContext], GroupParts]
 
 
 def plain_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
-    """Return functions that create the default objects for gathering and reducing.
-
-    Args:
-        plan: The plan of the model; not used, because extensions read it.
-        comm: The communicator of all ranks; not used.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
-    """
+    """Return functions that create the default objects for gathering and reducing."""
     return GroupParts(
         comm_ctx, lambda _: comm_ctx, lambda group, _: WeightGather(group), GradReduction
     )
@@ -67,9 +61,7 @@ def wrap_model(
         plan: The plan by which the model is sharded.
         comm: The communicator of all ranks, with the groups of ranks of the mesh.
         tiers: The memories that the plan uses in addition to the training device.
-        make_parts: A function that returns the functions that create the objects for gathering and
-            reducing.
-            Collective: every rank calls it.
+        make_parts: Returns the functions that create the objects for gathering and reducing.
         rules: The behavior that the calling API chooses.
         ready_units: Yields the number of each unit once, when its parameters have values.
 

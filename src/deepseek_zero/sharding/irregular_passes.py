@@ -1,0 +1,104 @@
+"""Forwards and backwards that a rank skipped, or that an exception ended."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..base.device import calls_under_way
+from .step_state import Phase, StepState
+from .unit import Unit
+
+if TYPE_CHECKING:  # backward.py imports this file
+    from .backward import Backward
+
+
+def join_skipped_passes(backward: Backward) -> None:
+    """Run the collectives of a forward and a backward that this rank skipped.
+
+    The rank gathers the same units as the others, and contributes zeros as gradients.
+
+    Args:
+        backward: The backward of the model.
+
+    Note:
+        Collective: every rank that skipped the forward and the backward must call it.
+    """
+    step = backward.step
+    gathers = backward.gathers
+    with torch.no_grad():
+        if step.forwards == 0:
+            gathers.begin(gathers.schedule.forward)
+            gathers.end()
+        backward.begin_passes(ends_step=step.is_boundary)
+        backward.end(joined=False)
+
+
+def reduce_step(backward: Backward) -> None:
+    """Reduce the gradients of all backwards since the last step.
+
+    It is called before a step if no backward reduced gradients, because none of them was known to
+    be the last one.
+
+    Args:
+        backward: The backward of the model.
+
+    Note:
+        Collective: every rank must call it.
+    """
+    with torch.no_grad():
+        backward.begin_passes(ends_step=True)
+        backward.reductions.reduce_remaining()
+        backward.comm_ctx.copy_engine.synchronize()
+        backward.gathers.end()
+        backward.show_grads(joined=False)
+
+
+def recover(backward: Backward) -> None:
+    """Recover from a forward or backward that an exception ended.
+
+    Collectives in flight are finished, and incomplete gradients are dropped.
+
+    Args:
+        backward: The backward of the model, whose phase is not idle.
+    """
+    step = backward.step
+    backward.comm.waits.withdraw_error()
+    interrupted = step.phase
+    step.enter(Phase.IDLE)
+    leave_forwards(step)
+    with torch.no_grad():
+        backward.gathers.end()
+        for unit in backward.units:
+            unit.unpin()
+        if interrupted is Phase.BACKWARD:
+            backward.discard_step()
+    step.forwards = 0
+
+
+def leave_forwards(step: StepState) -> None:
+    """Forget forwards that an exception ended, and exit the context managers they entered.
+
+    Args:
+        step: The state of the model's step.
+    """
+    for frame in reversed(step.active):
+        for context in reversed(frame.contexts):
+            context.__exit__(None, None, None)
+    step.active.clear()
+    step.parts.clear()
+
+
+def is_nested(root: Unit, outermost: Unit) -> bool:
+    """Return whether a forward of the root that begins now is inside another forward.
+
+    The outermost unit may have ended without a call of its hook after forward, because torch calls
+    no hook after a KeyboardInterrupt.
+
+    Args:
+        root: The unit whose forward begins.
+        outermost: The outermost unit whose forward has not ended.
+    """
+    calls = calls_under_way(outermost.module)
+    return calls > 1 if outermost is root else calls > 0
