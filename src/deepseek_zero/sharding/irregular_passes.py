@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from ..base.device import calls_under_way
+from ..comm.collectives import Comm
+from .comm_context import CommContext
+from .gather_lane import GatherLane
+from .reduce_lane import ReduceLane
 from .step_state import Phase, StepState
 from .unit import Unit
 
-if TYPE_CHECKING:  # backward.py imports this file
-    from .backward import Backward
+
+class BackwardPasses(Protocol):
+    """Interface of `Backward` for the functions of this file."""
+
+    units: Sequence[Unit]
+    gathers: GatherLane
+    reductions: ReduceLane
+    comm: Comm
+    comm_ctx: CommContext
+    step: StepState
+
+    def begin_passes(self, *, ends_step: bool) -> None: ...
+    def end(self, *, joined: bool = True) -> None: ...
+    def show_grads(self, *, joined: bool) -> None: ...
+    def discard_step(self) -> None: ...
 
 
-def join_skipped_passes(backward: Backward) -> None:
+def join_skipped_passes(backward: BackwardPasses) -> None:
     """Run the collectives of a forward and a backward that this rank skipped.
 
     The rank gathers the same units as the others, and contributes zeros as gradients.
@@ -35,7 +53,7 @@ def join_skipped_passes(backward: Backward) -> None:
         backward.end(joined=False)
 
 
-def reduce_step(backward: Backward) -> None:
+def reduce_step(backward: BackwardPasses) -> None:
     """Reduce the gradients of all backwards since the last step.
 
     It is called before a step if no backward reduced gradients, because none of them was known to
@@ -55,7 +73,7 @@ def reduce_step(backward: Backward) -> None:
         backward.show_grads(joined=False)
 
 
-def recover(backward: Backward) -> None:
+def recover(backward: BackwardPasses) -> None:
     """Recover from a forward or backward that an exception ended.
 
     Collectives in flight are finished, and incomplete gradients are dropped.
