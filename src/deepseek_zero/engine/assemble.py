@@ -72,16 +72,13 @@ def assemble(
         client: An optimizer, or a callable that makes one from parameters. None takes the
             configuration's, if it names one.
         params: The parameters or parameter groups to train; None for all that require gradients.
-        leaf_modules: The full names of modules that are not divided into units, in addition to
-            those of the configuration.
-        example: A function that returns a micro-batch. A pipeline runs the model on its shapes to
-            find the sequence of blocks.
+        leaf_modules: More full names of modules that are not divided into units.
+        example: Returns a micro-batch, whose shapes show a pipeline the sequence of blocks.
         sequence: The settings of sequence parallelism; None without it.
         rules: The classes and defaults that the calling API chooses for the parts.
 
     Returns:
-        The parts of an engine: the runtime of the sharded model, the optimizer, the loss scaler and
-        the optional features that the configuration enables.
+        The runtime of the sharded model, the optimizer, the loss scaler and optional features.
 
     Note:
         Collective: every rank must call it.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..base.errors import UsageError
-from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..optim.sharded import ShardedOptimizer
@@ -18,7 +17,7 @@ from ..planner.plan import Plan
 from ..sharding.irregular_passes import join_skipped_passes, reduce_step
 from ..sharding.runtime import Runtime
 from .losses import Losses
-from .micro_batches import HeldReductions, has_graph
+from .micro_batches import HeldReductions, OnceWarnings, has_graph
 from .module_wrapper import StandsForModule
 from .observer import Observer
 from .optimizer import move_rates
@@ -45,7 +44,7 @@ class Engine(StandsForModule):
         training_dataloader: The loader of the training data, or None.
 
     Attributes:
-        client_state: A function that returns the client state of checkpoints that a signal starts
+        client_state: Returns the client state of checkpoints that a signal starts
             (checkpoint.save_on_signal); None saves none.
     """
 
@@ -81,8 +80,7 @@ class Engine(StandsForModule):
         # Iterates over `training_dataloader`, after its first use
         self.own_batches: Iterator[Any] | None = None
         self._stepped = False
-        self._has_logged_graphless = False
-        self._has_logged_direct_step = False
+        self._warnings = OnceWarnings()
         self._batch = config.batch
         self.step_fields = StepFields(
             parts.preemption, stragglers_of(mesh, parts.runtime.comm), parts.integrity
@@ -102,16 +100,13 @@ class Engine(StandsForModule):
     # -- forward, backward, step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward on this rank's micro-batch.
+        """Run the model's forward on this rank's micro-batch, and return its output.
 
         With pipeline stages, a forward in training also runs the backward.
 
         Args:
             args: The positional arguments of the model's forward.
             kwargs: The keyword arguments of the model's forward.
-
-        Returns:
-            The output of the model.
         """
         self.runtime.step.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
@@ -185,13 +180,7 @@ class Engine(StandsForModule):
                         self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 elif not has_graph(loss, self.mesh):
                     runtime.step.is_graphless = True
-                    if not self._has_logged_graphless:
-                        self._has_logged_graphless = True
-                        logger.warning(
-                            f"step {self.global_steps + 1}: this rank's loss does not require a "
-                            "gradient, so its gradients count as zeros.  If no rank's loss "
-                            "requires one, the step raises an error.  This is logged once."
-                        )
+                    self._warnings.loss_without_graph(self.global_steps + 1)
                 else:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 if loop is None and runtime.step.backwards == done:
@@ -235,9 +224,8 @@ class Engine(StandsForModule):
             self._end_step(self.optimizer.step, lr_kwargs or {})
 
     def step_now(self) -> None:
-        """Update the weights now, from all gradients since the last step.
+        """Update the weights at any point of an accumulation, for `engine.optimizer.step()`.
 
-        It may be called at any point of the accumulation. `engine.optimizer.step()` calls it.
         Counters and the learning rate change as in `step`.
 
         Note:
@@ -245,14 +233,7 @@ class Engine(StandsForModule):
         """
         assert self.optimizer is not None
         self._refuse_open_blocks()
-        if not self._has_logged_direct_step:
-            self._has_logged_direct_step = True
-            log_once(
-                "optimizer.step() was called directly: it counts as a step of the engine and "
-                "advances "
-                "its learning-rate schedule, like engine.step() at the end of an accumulation.  Do "
-                "not call lr_scheduler.step() as well."
-            )
+        self._warnings.direct_step()
         counted = self.begun if self.config.managed_gradient_accumulation else 0
         step = self.runtime.step
         taken = 1 if self.parts.loop is not None else max(1, step.backwards - counted)
@@ -277,12 +258,7 @@ class Engine(StandsForModule):
         self.global_samples += taken * self._batch.micro * self._batch.data_size
 
     def _end_step(self, update: Callable[..., None], lr_kwargs: dict[str, Any]) -> None:
-        """Update weights and learning rate, then run what follows a step.
-
-        Args:
-            update: The optimizer's method that updates the weights.
-            lr_kwargs: Arguments for the learning-rate schedule.
-        """
+        """Update weights and learning rate by `update`, then run what follows a step."""
         assert self.optimizer is not None
         with self.observer.timed("step"), self.parts.advice.explaining("step"):
             self.step_fields.update(self.optimizer, update, self.global_steps + 1)
@@ -307,10 +283,7 @@ class Engine(StandsForModule):
             self.optimizer.zero_grad()
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step` changed the weights.
-
-        It does not inside an accumulation, or if the step was skipped.
-        """
+        """Return whether the last `step` changed the weights, which a skipped step does not."""
         return self._stepped
 
     # -- accumulation
@@ -336,10 +309,7 @@ class Engine(StandsForModule):
     # -- inspection
 
     def plan(self) -> Plan:
-        """Return the current plan of this rank; printing it shows a table.
-
-        It has the message and micro-batch sizes of the last step.
-        """
+        """Return this rank's plan with the sizes of the last step; printing it shows a table."""
         return plan_of(
             self.runtime, self.optimizer, self.parts.pipeline, self.observer.micro_tokens
         )

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import pipeline
 from ..base.errors import UsageError
+from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
@@ -163,4 +164,36 @@ class HeldReductions:
                 "(no_sync).",
                 "The gradients of its backwards are not reduced yet.",
                 "call step() after the block.",
+            )
+
+
+@dataclass
+class OnceWarnings:
+    """Logs each of an engine's warnings about unusual micro-batches once."""
+
+    _has_logged_graphless: bool = False
+    _has_logged_direct_step: bool = False
+
+    def loss_without_graph(self, step: int) -> None:
+        """Warn that the loss of this rank does not require a gradient.
+
+        Args:
+            step: The number of the step, beginning with 1.
+        """
+        if not self._has_logged_graphless:
+            self._has_logged_graphless = True
+            logger.warning(
+                f"step {step}: this rank's loss does not require a gradient, so its gradients "
+                "count as zeros.  If no rank's loss requires one, the step raises an error.  This "
+                "is logged once."
+            )
+
+    def direct_step(self) -> None:
+        """Log that a call of `optimizer.step()` counts as a step of the engine."""
+        if not self._has_logged_direct_step:
+            self._has_logged_direct_step = True
+            log_once(
+                "optimizer.step() was called directly: it counts as a step of the engine and "
+                "advances its learning-rate schedule, like engine.step() at the end of an "
+                "accumulation.  Do not call lr_scheduler.step() as well."
             )

@@ -1,4 +1,4 @@
-"""Actions that extensions add to a schedule: updates before the step, and sums over replicas."""
+"""Actions that features add to a schedule: updates, sums over replicas, micro-batches."""
 
 from __future__ import annotations
 
@@ -47,4 +47,26 @@ def with_totals(walk: Pass, all_reduced: Collection[int], ahead: Collection[int]
                 if unit in all_reduced:
                     actions.append(Action(ActionKind.ALL_REDUCE, unit))
                     end_sum(unit)
+    return Pass(tuple(actions))
+
+
+def with_micro_batches(walk: Pass, count: int, cut: Collection[int]) -> Pass:
+    """Return a pass in which some units process micro-batches one after the other.
+
+    Backward processes the last micro-batch first, as autograd does.
+
+    Args:
+        walk: The forward or backward of the whole batch.
+        count: The number of micro-batches.
+        cut: The units that process them one by one; the others process the whole batch.
+    """
+    actions = list[Action]()
+    for action in walk.actions:
+        if not action.kind.computes or action.unit not in cut:
+            actions.append(action)
+            continue
+        numbers = list(range(count))
+        if action.kind is ActionKind.BACKWARD:
+            numbers.reverse()
+        actions += [Action(action.kind, action.unit, number) for number in numbers]
     return Pass(tuple(actions))

@@ -85,14 +85,7 @@ class FlatLayout:
         return rank * self.slice_numel, (rank + 1) * self.slice_numel
 
     def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Return the part of a parameter that is in a rank's slice, as a flat range [low, high).
-
-        The range is empty if low >= high.
-
-        Args:
-            slot: The position of the parameter.
-            rank: The rank whose slice is meant.
-        """
+        """Return the part of a parameter in a rank's slice: [low, high), empty if low >= high."""
         low, high = self.bounds(rank)
         return max(slot.start, low), min(slot.stop, high)
 
@@ -100,17 +93,9 @@ class FlatLayout:
         """Cut a flat range at slice boundaries and every `tile_numel` elements of a slice.
 
         A fused kernel processes the last few elements of a tensor with other instructions, which
-        may round differently. The cuts therefore depend only on the layout, and not on the stage (a
-        replicated main weight is cut like a sharded one), on the memory, or on the parameter
-        groups.
-
-        Args:
-            start: The first element of the range.
-            stop: The end of the range.
-            tile_numel: The largest number of elements of a part.
-
-        Returns:
-            The parts as flat ranges [start, stop).
+        may
+        round differently. The cuts therefore depend only on the layout, and not on the stage (a
+        replicated main weight is cut like a sharded one), the memory or the parameter groups.
         """
         found = []
         while start < stop:
@@ -140,7 +125,7 @@ def even_layout(
 ) -> FlatLayout:
     """Lay out parameters one after another in a flat buffer of equal slices.
 
-    A slice may begin inside a parameter.
+    A slice may begin inside a parameter. The buffer is padded at the end to full slices.
 
     Args:
         names: The full names of the parameters, in the order of the layout.
@@ -148,9 +133,6 @@ def even_layout(
         ranks: The number of slices, one for each rank of the shard group.
         block: The length of a slice is a multiple of this many elements.
         grain: Each parameter begins at a multiple of this many elements; it divides `block`.
-
-    Returns:
-        The layout, padded at the end to full slices.
     """
     slots = []
     offset = 0

@@ -1,7 +1,6 @@
 """Make the schedule of a step from the sizes and the order of units.
 
-`compute_order` lists the forwards and backwards of a step. `plan_schedule` adds the gathers before
-each use, and the releases and reductions after it.
+`plan_schedule` adds gathers before each use of a unit, and releases and reductions after it.
 
 The order of units is recorded in the first step and is only a hint: a unit that is used out of
 order costs time, never correctness. Every rank computes the same schedule and runs all of it, so a
@@ -12,39 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 
-from .added_actions import with_totals, with_updates
+from .added_actions import with_micro_batches, with_totals, with_updates
 from .enclosed_units import backward_order, cut_units, enclosing, ends_of_use
 from .plan_settings import PlanSettings
 from .schedule import Action, ActionKind, Pass, Schedule
 from .schedule_proof import verify
 from .spec import S
 from .units import UnitPlan
-
-
-def compute_order(
-    kind: ActionKind, order: Sequence[int], micro_batches: int = 1, cut: Collection[int] = ()
-) -> list[Action]:
-    """Return the forwards or backwards of all units, one unit after the other.
-
-    Args:
-        kind: `ActionKind.FORWARD` or `ActionKind.BACKWARD`.
-        order: The numbers of the units, in the order in which they compute.
-        micro_batches: The number of micro-batches that units in `cut` process one after the other.
-            Backward processes the last one first, as autograd does.
-        cut: The units that process micro-batches one by one; the others process the whole batch.
-    """
-    numbers = list(range(micro_batches))
-    if kind is ActionKind.BACKWARD:
-        numbers.reverse()
-    found = list[Action]()
-    for unit in order:
-        if unit in cut:
-            found += [Action(kind, unit, number) for number in numbers]
-        else:
-            found.append(Action(kind, unit))
-    return found
 
 
 def schedule_units(
@@ -61,8 +35,8 @@ def schedule_units(
         units: The planned units of the model, the root first.
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
         order: The order in which units compute; None for the order of their declaration.
-        updates_in_forward: The numbers of units whose optimizer update may run in the next forward.
-        ahead: The numbers of units that may be updated during backward, before the step.
+        updates_in_forward: As in `plan_schedule`.
+        ahead: As in `plan_schedule`.
     """
     grads = [group.plan.grad for unit in units for group in unit.trained]
     chosen_order = range(len(units)) if order is None else order
@@ -100,16 +74,14 @@ def plan_schedule(
 
     Args:
         sizes: For each unit, the elements that a gather adds to this rank; 0 if nothing is sharded.
-        order: The units in the order of forward. The first one is the root, which is in use
-            throughout.
+        order: The units in the order of forward, the root first, which is in use throughout.
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
-        around: For each unit inside another, the number of the innermost unit around it, from
-            `enclosing`. The outer unit is in use until the last unit inside it is done.
+        around: For each unit inside another, the number of the innermost unit around it, which is
+            in use until the last unit inside it is done.
         updates_in_forward: The numbers of units whose optimizer update may run in the next forward.
         ahead: The numbers of units that may be updated during backward, before the step.
         cut: Units that take the micro-batches of the settings one after the other.
-        reduces_each_backward: Whether gradients are sharded, so every backward reduces them, not
-            only the one that ends a step.
+        reduces_each_backward: Whether every backward reduces gradients, because they are sharded.
         all_reduced: Units whose reduced gradients are also summed over replicas.
     """
     around = around or {}
@@ -120,16 +92,16 @@ def plan_schedule(
         at_turn = {order[0], *ends_of_use(forward, around)[-1]}
     kept = _kept(sizes, backward, settings, at_turn)
     lower = partial(_lower, sizes, around, settings)
-    micro_batches = settings.layerwise_micro_batches
-    forwards = compute_order(ActionKind.FORWARD, forward, micro_batches, cut)
-    backwards = compute_order(ActionKind.BACKWARD, backward, micro_batches, cut)
+    computed = partial(with_micro_batches, count=settings.layerwise_micro_batches, cut=cut)
+    lower_backward = partial(lower, ActionKind.BACKWARD, backward, resident=kept)
+    whole_backward = with_totals(lower_backward(reduces=True), all_reduced, ahead)
+    whole_forward = lower(ActionKind.FORWARD, forward, stays=kept)
+    inference = lower(ActionKind.FORWARD, forward)
     schedule = Schedule(
-        forward=with_updates(lower(forwards, stays=kept), updates_in_forward),
-        inference=with_updates(
-            lower(compute_order(ActionKind.FORWARD, forward)), updates_in_forward
-        ),
-        accumulate=lower(backwards, resident=kept, reduces=reduces_each_backward),
-        backward=with_totals(lower(backwards, resident=kept, reduces=True), all_reduced, ahead),
+        forward=computed(with_updates(whole_forward, updates_in_forward)),
+        inference=with_updates(inference, updates_in_forward),
+        accumulate=computed(lower_backward(reduces=reduces_each_backward)),
+        backward=computed(whole_backward),
         kept=kept,
     )
     verify(schedule, around, reduces_each_backward=reduces_each_backward, all_reduced=all_reduced)
@@ -140,37 +112,29 @@ def _lower(
     sizes: Sequence[int],
     around: Mapping[int, int],
     settings: PlanSettings,
-    computes: Sequence[Action],
+    kind: ActionKind,
+    order: Sequence[int],
     *,
     resident: frozenset[int] = frozenset(),
     stays: frozenset[int] = frozenset(),
     reduces: bool = False,
 ) -> Pass:
-    """Return the pass that computes in a given order.
+    """Return the forward or backward (`kind`) in which units compute in a given order.
 
-    Args:
-        sizes: For each unit, the elements that a gather adds to this rank.
-        around: For each unit inside another, the number of the innermost unit around it.
-        settings: The ZeRO stage, dtypes, sizes and memories of the run.
-        computes: The forwards or backwards.
-        resident: Units that are gathered when the pass begins.
-        stays: Units that stay gathered when the pass ends.
-        reduces: Whether to reduce gradients.
+    Units in `resident` are gathered when it begins, and units in `stays` when it ends.
     """
-    turns = [(unit, list(mine)) for unit, mine in groupby(computes, lambda each: each.unit)]
-    units = [unit for unit, _ in turns]
-    gathers = _gathers(sizes, units, around, settings, resident, stays)
-    ends = ends_of_use(units, around)
-    ends[-1].append(units[0])
+    ends = ends_of_use(order, around)
+    gathers = _gathers(sizes, order, ends, settings, resident, stays)
+    ends[-1].append(order[0])
     actions = list[Action]()
-    for place, (_, mine) in enumerate(turns):
-        actions += [Action(ActionKind.GATHER, unit) for unit in gathers[place]]
-        actions += mine
-        for unit in ends[place]:
+    for unit, gathered, ended in zip(order, gathers, ends, strict=True):
+        actions += [Action(ActionKind.GATHER, each) for each in gathered]
+        actions.append(Action(kind, unit))
+        for each in ended:
             if reduces:
-                actions.append(Action(ActionKind.REDUCE, unit))
-            if unit not in stays:
-                actions.append(Action(ActionKind.RELEASE, unit))
+                actions.append(Action(ActionKind.REDUCE, each))
+            if each not in stays:
+                actions.append(Action(ActionKind.RELEASE, each))
     return Pass(tuple(actions))
 
 
@@ -198,8 +162,8 @@ def _kept(
 
 def _gathers(
     sizes: Sequence[int],
-    order: list[int],
-    around: Mapping[int, int],
+    order: Sequence[int],
+    ends: Sequence[Sequence[int]],
     settings: PlanSettings,
     resident: frozenset[int],
     stays: frozenset[int],
@@ -207,14 +171,13 @@ def _gathers(
     """Return, for each position of a pass, the units to start gathering there.
 
     A gather starts up to `ahead_numel` elements early (at least one unit, unless it is 0), but not
-    before it fits into the window.
+    before it fits into the window. `ends` lists the units last used at each position.
     """
     window = settings.window_numel
     ahead = settings.ahead_numel if settings.overlap else 0
     issued = set(resident)
     live = sum(sizes[unit] for unit in resident)
     issue: list[list[int]] = []
-    ends = ends_of_use(order, around)
     for k, unit in enumerate(order):
         now = []
         if unit not in issued:

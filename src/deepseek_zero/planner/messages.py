@@ -32,17 +32,15 @@ class Messages(NamedTuple):
 
 @cache
 def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 << 62) -> Messages:
-    """Return how a reduction is cut into messages.
+    """Return how a reduction is cut into messages: a whole slice, or parts that fit a bucket.
 
-    A message is a whole slice, or the part of it that fits a bucket. The next message is sent while
-    the last one is received and added.
+    The next message is sent while the last one is received and added.
 
     Args:
         slice_numel: The elements of a slice.
         ranks: The number of ranks that exchange messages.
         bucket_numel: The largest number of elements of one message over all ranks.
-        most: A further limit of the elements of a message to one rank, for example that of the
-            codec.
+        most: A further limit of the elements of a message to one rank, as that of a codec.
     """
     numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel, most)
     count = -(-slice_numel // max(1, numel))
@@ -53,16 +51,13 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
 def inbox_sizes(
     numel: int, wire: Codec, ranks: int, *, in_place: bool
 ) -> tuple[tuple[torch.dtype, int], ...]:
-    """Return the receive buffers for the sum of one message.
+    """Return the dtype and the number of elements of each receive buffer for one message.
 
     Args:
         numel: The number of elements that each rank sends to each other rank.
         wire: The codec in which the elements are sent.
         ranks: The number of ranks that exchange messages.
         in_place: Whether all ranks read each other's memory, so they need no receive buffer.
-
-    Returns:
-        The dtype and the number of elements of each buffer.
     """
     if in_place:
         return ()

@@ -4,8 +4,7 @@
 lines such as ``G0 F0 G1 F1 R1``:
 
     G  gather: all-gather a unit's weights, after fetching this rank's slice from another memory
-    U  update: run an update that an earlier step deferred, or, after S or A, this step's update
-       before the step
+    U  update: run a deferred update, or, after S or A, this step's update before the step
     F  forward
     B  backward; ``F1.2`` is the forward of micro-batch 2, if a unit takes the micro-batches of a
        batch one after the other
@@ -15,10 +14,7 @@ lines such as ``G0 F0 G1 F1 R1``:
 
 An action runs after all actions before it in its lane. F and B run when the program calls the
 module, R in forward when the unit's forward is over, S when the unit's gradients are complete, A
-after all S, and U if an update is pending.
-
-make_schedule.py makes schedules and schedule_proof.py checks them. pipeline/schedule.py has the
-schedule of pipeline stages and their messages.
+after all S, and U if an update is pending. schedule_proof.py checks schedules.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ class ActionKind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One action on one unit, for example gathering its weights.
+    """One action on one unit.
 
     Attributes:
         kind: What is done, for example gather or forward.
@@ -67,11 +63,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Pass:
-    """The actions of one forward or one backward, in order.
-
-    Attributes:
-        actions: The actions, in the order in which they are issued.
-    """
+    """The actions of one forward or one backward, in the order in which they are issued."""
 
     actions: tuple[Action, ...]
 
@@ -152,8 +144,7 @@ class Schedule:
     Attributes:
         forward: The forward of a training step.
         inference: A forward without a backward.
-        accumulate: A backward that does not end a step. It lacks the actions that run once per
-            step.
+        accumulate: A backward that does not end a step, without the actions of once per step.
         backward: A backward that ends a step.
         kept: The units that stay gathered from forward to backward.
     """

@@ -78,13 +78,11 @@ class Spec:
         placement: Which elements each rank holds.
         dtype: The dtype of the elements; if `stored_as` is set, of the decoded elements.
         tier: The memory that holds them.
-        wire: The codec of messages between ranks: `Cast` rounds to one dtype, `Blocks` sends blocks
-            of small integers with a scale. None sends the elements unchanged.
+        wire: The codec of messages between ranks; None sends the elements unchanged.
         axes: The mesh axes over which the state is sharded.
         wire_inside: The codec of partial gradients inside a host, if gradients are summed within
             each host first; None sends them unchanged.
-        stored_as: The codec in which a rank stores its slice between uses; None stores the elements
-            unchanged.
+        stored_as: The codec of a rank's slice between uses; None stores the elements unchanged.
     """
 
     placement: Placement
@@ -96,12 +94,7 @@ class Spec:
     stored_as: Blocks | None = None
 
     def numel(self, padded_numel: int, ranks: int) -> int:
-        """Return how many elements of a flat buffer one rank holds.
-
-        Args:
-            padded_numel: The elements of the whole buffer, padding included.
-            ranks: The number of ranks along `axes`.
-        """
+        """Return how many elements of a flat buffer one of `ranks` ranks holds."""
         return padded_numel // ranks if self.placement is S else padded_numel
 
     def gathered(self) -> Spec:
@@ -116,8 +109,6 @@ class Spec:
 
 class Extra:
     """An addition of an extension to the plan of one state, such as a second weight copy.
-
-    A subclass describes the additional state, or how ranks exchange the state.
 
     Attributes:
         state: The name of the state that the addition belongs to: "weight" or "grad".
@@ -144,8 +135,8 @@ class ShardPlan:
     """The placement, dtype and memory of the four states of one parameter group.
 
     `grad`, `master` and `moments` are None for frozen parameters. Moments have the dtype in which
-    the optimizer computes. The main weight may be stored in another one: see `master_is_split` and
-    `master_is_rounded`.
+        the
+    optimizer computes. `master_is_split` and `master_is_rounded` describe other main weights.
 
     Attributes:
         weight: The weight that the model computes with.
@@ -167,11 +158,7 @@ class ShardPlan:
     extras: tuple[Extra, ...] = ()
 
     def extra(self, kind: type[Kind]) -> Kind | None:
-        """Return the additional state of a given class, or None if the group has none.
-
-        Args:
-            kind: The class, for example `SecondCopy`.
-        """
+        """Return the additional state of a given class, or None if the group has none."""
         return next((extra for extra in self.extras if isinstance(extra, kind)), None)
 
     @property

@@ -168,11 +168,7 @@ class Backward:
         self.gathers.begin(schedule.backward if ends_step else schedule.accumulate)
 
     def end(self, *, joined: bool = True) -> None:
-        """Complete a backward after this rank has computed every gradient.
-
-        Args:
-            joined: Whether this rank has run the backward; False if it skipped it.
-        """
+        """Complete a backward; `joined` is false if this rank skipped it. Collective."""
         gathers = self.gathers
         reductions = self.reductions
         with torch.no_grad():
@@ -213,11 +209,9 @@ class Backward:
     # -- the gradients of a step
 
     def before_step(self) -> None:
-        """Complete the gradients of a step, including values that the program assigned to `.grad`.
+        """Complete the gradients of a step, with values assigned to `.grad`. Collective.
 
-        If this rank skipped a forward and backward, it runs their collectives. Collective: every
-        rank
-        must call it.
+        If this rank skipped a forward and backward, it runs their collectives.
         """
         self.comm.meter.clock.enter("optimizer")
         if (driver := self.driver()) is not None:

@@ -140,14 +140,11 @@ class GatherLane:
             unit.reshard()
 
     def gather_for_others(self, before: Unit | None = None) -> None:
-        """Start the gathers of units that this rank skipped but other ranks may use.
+        """Start the gathers of units before `before` (None for all) that only other ranks may use.
 
         The call also waits until their slices have been fetched from other memories. A reduction
-            may
+        may
         follow, and slower ranks issue it only after these gathers.
-
-        Args:
-            before: Gather the units before this one; None for all units of the pass.
         """
         if self._walk is None:
             return

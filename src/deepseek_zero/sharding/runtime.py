@@ -46,8 +46,6 @@ class Runtime:
         settings: The current settings of the plan.
         machine: The properties of the machine that the plan depends on.
         comm: The communicator of all ranks of the job.
-        gathers: Issues the all-gathers of weights, in order.
-        reductions: Issues the reductions of gradients, in order.
         step: The phase of the model and the progress of the current step.
         hooks: The handles of all hooks on the model; empty after they were removed.
         after_steps: Functions that extensions run after each step, on every rank.
