@@ -253,7 +253,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or owner.master is None:
         return None
-    place, end = owned_range(owner.master.buffer, _slot(owner, param), owner.master.rank)
+    place, end = owned_range(owner.master.buffer, _slot(owner, param), owner.comm_ctx.comm.rank)
     return owner.master.read(place, end).to(torch.float32, copy=True)
 
 
@@ -283,7 +283,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         )
     owner.weight_gather.changed()
     with torch.no_grad():
-        place, end = owned_range(owner.master.buffer, slot, owner.master.rank)
+        place, end = owned_range(owner.master.buffer, slot, owner.comm_ctx.comm.rank)
         part = _part(value, end - place, slot.name)
         owner.master.write(place, end, part.to(owner.comm_ctx.pool.device))
         owner.refresh(f"changed {slot.name}").wait()

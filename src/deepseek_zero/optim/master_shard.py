@@ -1,8 +1,4 @@
-"""The parts of main weights that the inner optimizer sees as parameters, and tiles of them.
-
-`MasterShard` gives the optimizer the values of its range in `param`. If the main weight is not
-updated in place, the values are copied for the update.
-"""
+"""The parts of main weights that the inner optimizer sees as parameters, and tiles of them."""
 
 from __future__ import annotations
 
@@ -40,10 +36,8 @@ class MasterShard:
         stop: End of the range.
         param: The parameter that the inner optimizer updates.
         names: Names of the parameters that the range covers.
-        at: Offset of the shard, in elements, in the scratch buffers of the shards that are updated
-            together (its tile).
-        has_kernel: Whether a fused kernel can update the shard. It is used if it supports the
-            current hyper-parameters.
+        at: Offset of the shard, in elements, in the scratch buffers of its tile.
+        has_kernel: Whether a fused kernel can update the shard with some hyper-parameters.
     """
 
     group: ParamGroup
@@ -100,12 +94,12 @@ class MasterShard:
         self.param.data = values.view(self.param.shape)
 
     def store_values(self, scratch: Scratch, random: Tensor | None, *, keep: bool) -> None:
-        """Store the updated values of `param` in the main weight, and free them in `param`.
+        """Store the updated values of `param` if `keep`, and free them in `param`.
 
         Args:
             scratch: Has the placeholder that `param` holds between updates.
-            random: Random bits for main weights that are stored with stochastic rounding.
-            keep: Whether to write the values to the main weight; False after an error.
+            random: Random bits for stochastic rounding.
+            keep: Whether to write the values; False after an error.
         """
         if keep and self.master.in_place_view(self.start, self.stop) is None:
             self.master.write_consuming(self.start, self.stop, self.param.data.reshape(-1), random)

@@ -1,7 +1,6 @@
 """Run any PyTorch optimizer over this rank's shards of the main weights.
 
-The inner optimizer keeps its class, groups and hyper-parameters; only its `params` are replaced by
-shards. step.py runs a step.
+The inner optimizer keeps its class and hyper-parameters; only its `params` are replaced by shards.
 """
 
 from __future__ import annotations

@@ -24,11 +24,7 @@ from .verdict import StepResult, Verdict, agree_on_norm, clip_factor, gradients_
 
 
 class Step:
-    """Runs the steps of an optimizer.
-
-    Args:
-        shards: The shards of the optimizer, with its policies and the objects that update them.
-    """
+    """Runs the steps of an optimizer over its shards."""
 
     def __init__(self, shards: ShardSet) -> None:
         self.shards = shards
@@ -40,13 +36,6 @@ class Step:
 
     def run(self, message: Callable[[], StepMessage], number: int) -> StepResult:
         """Update the weights from the reduced gradients, as `ShardedOptimizer.update`.
-
-        Args:
-            message: Returns values to send to all ranks together with the gradient norm.
-            number: The number of this step in log messages and errors.
-
-        Returns:
-            The gradient norm, and whether the step was skipped.
 
         Note:
             Collective: every rank must call it.
@@ -119,10 +108,7 @@ class Step:
         return agree_over_pieces(self.runtime, verdict, extra)
 
     def _prepare_gradients(self, verdict: Verdict) -> None:
-        """Send the gradients that the program changed to the ranks that hold the same slices.
-
-        Every rank must call it.
-        """
+        """Send changed gradients to ranks with the same slices. Every rank must call it."""
         groups = self.runtime.trained_groups
         if verdict.flags.any_edited:
             for each in [group.grad_view.edits.equalise(group.members[0].name) for group in groups]:
@@ -132,10 +118,7 @@ class Step:
             self.shards.cut_apart(lambda cover: cover.is_absent)
 
     def conclude(self, made: Decision | None) -> None:
-        """Update by this step's decision, unless a policy replaces it by another one.
-
-        Args:
-            made: The decision from this step's gradients; None if there is none.
+        """Update by this step's decision, if there is one, or by that of a policy.
 
         Note:
             Collective: every rank must call it.
@@ -163,11 +146,10 @@ class Step:
             policy.postpone(later, due)
 
     def _update_and_refresh(self, due: Decision) -> None:
-        """Update the tiles that this step updates, and all-gather the weights that are unsharded.
+        """Update the tiles of this step, and all-gather the weights that are unsharded.
 
-        The gather of one group overlaps with the update of the next, unless the gather itself
-        computes on the CPU (`computes`). All ranks go through the units in the same order, because
-        a rank without a shard of a group still takes part in its gather.
+        The gather of one group overlaps with the update of the next, unless it `computes` on the
+        CPU. A rank without a shard of a group still takes part in its gather.
         """
         tiles = self.shards.tiles.now
         pending: list[Pending] = []

@@ -1,7 +1,4 @@
-"""The numbers that every rank sends to all others at a step, as named fields.
-
-They travel in the all-gather of the gradient norm, so a step needs no further message.
-"""
+"""The numbers that every rank sends to all others with the gradient norm, as named fields."""
 
 from __future__ import annotations
 
@@ -26,12 +23,7 @@ class StepMessage:
         self._values: dict[str, tuple[float, ...]] = {}
 
     def add(self, name: str, values: Iterable[float]) -> None:
-        """Add a named list of numbers to the message.
-
-        Args:
-            name: The name of the field.
-            values: This rank's values. Their number must be the same on every rank. Integers of up
-                to 53 bits are exact.
+        """Add a named list of numbers, as many on every rank; integers of 53 bits are exact.
 
         Raises:
             ValueError: The message already has a field of that name.
@@ -50,14 +42,7 @@ class StepMessage:
         return [value for values in self._values.values() for value in values]
 
     def unpack(self, rows: Sequence[Sequence[float]]) -> dict[str, list[tuple[float, ...]]]:
-        """Return the values of each field on each rank.
-
-        Args:
-            rows: The result of `pack` on each rank, in rank order.
-
-        Returns:
-            For each field, one tuple of values per rank.
-        """
+        """Return for each field one tuple of values per rank, from the `pack` of each rank."""
         found: dict[str, list[tuple[float, ...]]] = {}
         readers = [iter(row) for row in rows]
         for name, values in self._values.items():
@@ -66,10 +51,6 @@ class StepMessage:
 
     def exchange(self, comm: Comm, what: str) -> dict[str, list[tuple[float, ...]]]:
         """Send the message to all ranks, and return the fields of all ranks as `unpack`.
-
-        Args:
-            comm: The communicator of the ranks.
-            what: The name of the message, used in error messages.
 
         Note:
             Collective if the communicator has several ranks.

@@ -82,30 +82,18 @@ class UpdatePolicy(PolicyState):
         """Complete the updates that must have ended before the next step begins."""
 
     def before_update(self, verdict: Verdict) -> None:
-        """Examine the reduced gradients before the update uses them.
-
-        Note:
-            Collective: every rank must call it.
-        """
+        """Examine the reduced gradients before the update. Collective: every rank must call it."""
 
     def due(self, made: Decision | None) -> Decision | None:
         """Return the decision by which this step updates the weights; None updates nothing.
 
         Args:
-            made: The decision from this step's own gradients; None if these are discarded, for
-                example after an overflow.
-
-        Returns:
-            `made`, or the decision of an earlier step if updates are delayed.
+            made: The decision from this step's own gradients; None after an overflow.
         """
         return made
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
-        """Confirm or undo the updates that ran during backward.
-
-        Args:
-            due: The decision by which this step updates the weights; None if it updates nothing.
-                Early updates by other decisions are undone.
+        """Undo the updates that ran in backward by other decisions than `due`.
 
         Returns:
             The numbers of the units whose early updates are valid.
@@ -113,19 +101,10 @@ class UpdatePolicy(PolicyState):
         return frozenset()
 
     def keep(self, made: Decision | None) -> None:
-        """Store the gradients and the decision of this step for a later one, if that applies them.
-
-        Args:
-            made: The decision from this step's own gradients; None if these are discarded.
-        """
+        """Store the gradients and the decision of this step, if a later one applies them."""
 
     def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Store shards that need not be updated in the step, to update them later.
-
-        Args:
-            tiles: The shards of units that `conclude` did not return.
-            due: The decision by which they have to be updated.
-        """
+        """Store tiles of units that `conclude` did not return, to update them later by `due`."""
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
         """React to the result of a step, for example change the precision of a unit.

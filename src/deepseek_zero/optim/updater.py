@@ -1,11 +1,7 @@
 """Run the inner optimizer over tiles of main weight shards.
 
-An update takes these steps. planner/update.py cuts the shards into `Tiles`, which are lists of
-`MasterShard`. `TilePrefetcher` fetches the states of the next tiles during the update of a tile,
-and stores the states of earlier tiles in the background. `MasterShard` copies the main weight to
-`Scratch` if it is not updated in place, and `Moments` loads the optimizer's states. `Updater` calls
-the inner optimizer and stores the results. The policies in update_policy.py choose which tiles are
-not updated in the step itself.
+`TilePrefetcher` fetches the states of the next tiles during the update of a tile, and stores the
+states of earlier tiles in the background. `MasterShard` and `Moments` load and store the values.
 """
 
 from __future__ import annotations
@@ -57,8 +53,8 @@ class Updater:
     Args:
         inner: The optimizer that computes updates.
         scratch: The buffers that all tiles share.
-        moments: Stores the moments of `inner` between updates.
-        settings: How many tiles may be in transfer between memories at the same time.
+        moments: Stores the moments of `inner`.
+        settings: How many tiles may be in transfer at the same time.
         clock: Measures the time spent on updates.
         numel: The number of elements of all shards.
     """

@@ -1,8 +1,4 @@
-"""Agreement of all ranks on a step before its update, such as the gradient norm.
-
-The ranks all-gather float64 sums of squares and add them in one order, so every rank at every
-stage computes the same bits.
-"""
+"""Agreement of all ranks on a step before its update, such as the gradient norm."""
 
 from __future__ import annotations
 
@@ -92,8 +88,8 @@ class StepResult:
 def agree_on_norm(runtime: Runtime, extra: StepMessage) -> Verdict:
     """Compute the gradient norm of a model, and exchange the other facts about the step.
 
-    The norm is the same float64 on every rank. The squares of all slices are added in a fixed
-    order.
+    The squares of all slices are added in a fixed order, in float64, so every rank at every stage
+    computes the same bits.
 
     Args:
         runtime: The runtime of the wrapped model, whose gradients are measured.
@@ -148,10 +144,7 @@ def _differs_on_owners(
     squares_by_group: Sequence[Sequence[Sequence[float]]],
     owners: Sequence[Sequence[int]],
 ) -> bool:
-    """Return whether ranks with the same gradient slice differ in its sum of squares.
-
-    This happens if the program changed the gradient differently on two of them.
-    """
+    """Return whether ranks with the same gradient slice differ in its sum of squares."""
     for group, squares in zip(groups, squares_by_group, strict=True):
         for place, owners_of_slice in enumerate(owners):
             holders = range(len(squares)) if group.plan.sums_to_all else owners_of_slice
@@ -162,10 +155,7 @@ def _differs_on_owners(
 
 
 def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
-    """Return the names of the parameters that have no gradient, so they are not updated.
-
-    They are frozen, or the program has set their `.grad` to None.
-    """
+    """Return the names of the parameters that have no gradient, so they are not updated."""
     return [
         group.members[number].name
         for group in groups
@@ -174,20 +164,12 @@ def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """Return the factor by which gradients are multiplied to bound their norm.
-
-    Args:
-        norm: The global norm of the gradients.
-        max_norm: The largest allowed norm; 0 switches clipping off.
-    """
+    """Return the factor that bounds the norm of gradients; a `max_norm` of 0 does not clip."""
     if max_norm <= 0.0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
 
 
 def gradients_are_scaled(runtime: Runtime) -> bool:
-    """Return whether the gradient buffers are multiplied by the loss scale.
-
-    They are not if the optimizer exchanges momenta in place of gradients.
-    """
+    """Return whether gradients are multiplied by the loss scale; exchanged momenta are not."""
     return all(group.gradient.reduction.is_scaled for group in runtime.trained_groups)

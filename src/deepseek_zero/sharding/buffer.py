@@ -18,17 +18,10 @@ from .comm_context import CommContext
 
 
 class PendingUpdate(Protocol):
-    """Interface of optimizer updates that do not run in the step.
-
-    They either run after their step, or ran during backward and may have to be undone.
-    """
+    """Interface of optimizer updates that run after their step, or that ran in backward."""
 
     def flush_group(self, group: Any) -> None:
-        """Run or undo updates, so that a parameter group has its values after the last step.
-
-        Args:
-            group: The `ParamGroup`. Other groups are updated only if necessary.
-        """
+        """Run or undo the updates of one `ParamGroup`; of others only if necessary."""
 
     def flush(self) -> None:
         """Run or undo updates, so that every group has its values after the last step.
@@ -43,9 +36,7 @@ class PendingUpdate(Protocol):
 class StateGuard:
     """Callbacks before every read and write of the states of one parameter group.
 
-    The states are the weight, the main weight, the moments and a kept gradient. The guard runs
-    deferred updates before a read. Before a write, it lets a background checkpoint copy the old
-    values. It also raises if `engine.offload_states` has moved a state away.
+    The states are the weight, the main weight, the moments and a kept gradient.
 
     Attributes:
         is_offloaded: Whether the state was moved away, and every access raises.
@@ -68,10 +59,7 @@ class StateGuard:
             self.refusal()
 
     def before_read(self) -> None:
-        """Flush the pending updates of all groups.
-
-        All groups are flushed because a reader may hold views of several.
-        """
+        """Flush the pending updates of all groups, because a reader may hold views of several."""
         if self.pending is not None:
             self.pending.flush()
 
@@ -99,8 +87,7 @@ class FlatBuffer:
         guard: Called before every access.
         coded_as: The codec of slices that are gathered into this buffer; None if they are sent
             exactly.
-        errors: The error feedback of gradients that are sent quantized: the quantization errors,
-            which are added to the next gradient. None without error feedback.
+        errors: The quantization errors, which are added to the next gradient (error feedback).
         on_sum: Called with each part of a reduced gradient that is written to this buffer, flat,
             while the part is on the training device.
         staged: Copies ranges of this rank's slice from the training device to the host, which
@@ -130,8 +117,7 @@ class FlatBuffer:
     def load(self) -> Tensor:
         """Return all elements on this rank, flat, for reading or as the output of `move`.
 
-        Offloaded elements are fetched as in `elements`. Callers that know that the buffer is not
-        offloaded use `memory`.
+        Offloaded elements are fetched as in `elements`.
         """
         if self.storage.on_device and self.storage.has_elements:
             self.guard.before_read()
@@ -144,9 +130,7 @@ class FlatBuffer:
         return self.storage.numel
 
     def elements(self, low: int, high: int) -> Tensor:
-        """Return a flat view of elements [low, high), fetched if offloaded.
-
-        Pending updates run first.
+        """Return a flat view of elements [low, high), fetched if offloaded, after pending updates.
 
         Raises:
             StorageError: A disk failed.
@@ -178,10 +162,7 @@ class FlatBuffer:
             yield values
 
     def read(self, low: int, high: int) -> Tensor:
-        """Return a flat, read-only view of elements [low, high), fetched if offloaded.
-
-        Pending updates run first. Unlike after `elements`, an offloaded range is not stored again.
-        """
+        """Return a read-only view as `elements`; an offloaded range is not stored again."""
         self.guard.before_read()
         return self.storage.read(low, high)
 
@@ -191,13 +172,7 @@ class FlatBuffer:
 
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
-        """Return a buffer of zeros on a device.
-
-        Args:
-            layout: The layout of the group.
-            spec: The placement and dtype of the state.
-            device: The device of the memory.
-        """
+        """Return a buffer of zeros on a device."""
         numel = spec.numel(layout.padded_numel, layout.ranks)
         return cls(layout, spec, torch.zeros(numel, dtype=spec.dtype, device=device))
 
@@ -239,12 +214,7 @@ class FlatBuffer:
     ) -> FlatBuffer:
         """Allocate a buffer in memory that other ranks can access fast, such as shared memory.
 
-        Args:
-            layout: The layout of the group.
-            spec: The placement and dtype of the state.
-            comm_ctx: The context whose communicator allocates the memory.
-            what: The name of the state, used in error messages.
-            is_zeroed: Whether to fill the buffer with zeros; otherwise it is uninitialized.
+        The arguments are those of `allocate`. Without `is_zeroed`, the buffer is uninitialized.
         """
         memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
         if is_zeroed:
@@ -252,22 +222,13 @@ class FlatBuffer:
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Count the bytes of this buffer in the memory budget of the device until it is freed.
-
-        Return the buffer itself.
-
-        Args:
-            comm_ctx: The context that has the budget.
-            what: The name of the state, used in error messages.
-        """
+        """Count the bytes of this buffer in the device's budget until it is freed; return it."""
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
     def gathered_in(self, memory: Tensor, coded_as: Codec | None = None) -> FlatBuffer:
         """Return a buffer of all elements in `memory`, as the target of a gather.
 
-        Args:
-            memory: The memory, shape ``(padded_numel,)``.
-            coded_as: The codec in which slices are sent; None to send them exactly.
+        Slices are sent in the codec `coded_as`, or exactly if it is None.
         """
         return FlatBuffer(self.layout, Spec(R, self.spec.dtype), memory, coded_as=coded_as)
 
@@ -279,12 +240,6 @@ class FlatBuffer:
         return self.load()[rank * numel : (rank + 1) * numel]
 
     def view(self, slot: Slot) -> Tensor:
-        """Return a view of one parameter, in its shape, of a buffer with all elements.
-
-        The buffer must not be sharded.
-
-        Args:
-            slot: The position of the parameter in the flat buffer.
-        """
+        """Return a view of one parameter, in its shape; the buffer must not be sharded."""
         values = self.load()
         return values.as_strided(slot.shape, slot.strides, values.storage_offset() + slot.start)

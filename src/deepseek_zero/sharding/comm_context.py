@@ -27,13 +27,10 @@ class CommContext:
         bucket_numel: The largest message, in elements.
         divisor: The number by which sums are divided.
         tiers: The memories for offloaded states.
-        issue_queue: A queue of gathers whose slices are still being fetched from the host or a
-            disk. It issues the gathers in the order in which they were added, which is the same on
-            every rank.
-        copy_engine: Copies between `tiers` and the device, on streams of its own. The device waits
-            for a copy by its event (`wait_stream`). On a CPU there is nothing to copy.
-        outer: The context of the ranks that hold the same slices, over which sums are added up as
-            well; None if there are no others.
+        issue_queue: Issues gathers of slices on the host or a disk, in the order of the schedule.
+        copy_engine: Copies between `tiers` and the device, on streams of its own.
+        outer: The context of other ranks that hold the same slices, over which sums are added up
+            as well; None if there are none.
         route: How collectives send their messages: directly between ranks, or within hosts first.
         gather_kind: The name under which the bytes of gathers are reported.
     """
@@ -69,7 +66,7 @@ class MessageBuffers:
         """Take the buffers from the pool.
 
         Args:
-            comm_ctx: The communicator of the ranks that exchange messages, with the buffer pool.
+            comm_ctx: The communicator and the pool.
             message: The encoding of the gradients that a rank sends.
             arriving: The encoding of what a rank receives last: gradients, or sums of hosts.
             numel: The largest number of elements that a rank sends to another one.
@@ -82,11 +79,7 @@ class MessageBuffers:
         self.lent = [comm_ctx.pool.take(length, dtype) for dtype, length in self.sizes(numel)]
 
     def sizes(self, numel: int) -> Sequence[tuple[torch.dtype, int]]:
-        """Return the dtype and the number of elements of each buffer.
-
-        Args:
-            numel: The largest number of elements that a rank sends to another one.
-        """
+        """Return the dtype and the number of elements of each buffer."""
         comm = self.comm_ctx.comm
         return inbox_sizes(numel, self.message.wire, comm.size, in_place=comm.reads_in_place)
 
@@ -103,9 +96,6 @@ class MessageBuffers:
             high: The end of these elements.
             what: The name of the unit, used in error messages.
             add_up: Called with the received pieces, to sum them.
-
-        Returns:
-            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -147,13 +137,10 @@ class Route:
         """All-gather the slices of all ranks into `full`.
 
         Args:
-            full: The output, with this rank's slice in place.
+            full: The output, with this rank's slice in place; complete after `wait()`.
             lane: The name of the ordered sequence of collectives to which this one belongs.
             comm_ctx: The communicator of the shard group, with buffer pool and settings.
             what: The name of the unit, used in error messages.
-
-        Returns:
-            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -162,12 +149,7 @@ class Route:
 
 
 def boxes_in(inbox: Tensor | None, comm: Comm, length: int) -> list[Tensor | None]:
-    """Split a receive buffer into one part for the message of each other rank.
-
-    Args:
-        inbox: The buffer; None if pieces are read in place.
-        comm: The communicator of the ranks that exchange pieces.
-        length: The number of elements of one message.
+    """Split a receive buffer into one part of `length` elements for each other rank.
 
     Returns:
         The part for each rank; None for this rank and for messages that are read in place.

@@ -11,9 +11,7 @@ from .move import move
 
 
 class GradReduction:
-    """Reduces the gradients of one parameter group over the ranks.
-
-    By default it uses a reduce-scatter that adds in rank order.
+    """Reduces the gradients of one parameter group over the ranks, by an ordered reduce-scatter.
 
     Extensions derive from this class. All ranks use the same class for a group.
 
@@ -39,7 +37,7 @@ class GradReduction:
             add: Whether to add the sum to the values of `target`.
 
         Returns:
-            A handle. The result may be read after its `wait()` has returned.
+            A handle; `target` may be read after `wait()`.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -63,10 +61,6 @@ class GradReduction:
     def copy_from_first(self, values: Tensor, what: str) -> None:
         """Copy `values` from the first rank that holds these elements to the others.
 
-        Args:
-            values: The elements, written on all but the first rank.
-            what: The name of the values, used in error messages.
-
         Note:
             Collective: every rank that holds the same slices must call it.
         """
@@ -80,7 +74,4 @@ class GradReduction:
         return list(self.own_states().values())
 
     def forget(self) -> None:
-        """Discard the states that are kept across steps.
-
-        Every rank must call it; it does not communicate.
-        """
+        """Discard the states that are kept across steps. Every rank must call it."""

@@ -25,10 +25,9 @@ from .pool import has_pages_to_return
 class GradState(Enum):
     """The states of a parameter group's gradient within one step.
 
-    A rank's own gradient may arrive after gradients have been reduced, for example from the next
-    micro-batch. If the plan shards gradients (ZeRO stages 2 and 3), the state does not change, and
-    the new gradient is added when it is reduced. Otherwise it is collected in the buffer of the
-    reduced gradient, whose values are copied to another buffer first.
+    A gradient may arrive after others have been reduced, for example from the next micro-batch. If
+    gradients are sharded (ZeRO stages 2 and 3), the state does not change. Otherwise the gradient
+    is collected in the buffer of the sum, whose values are copied to another buffer first.
     """
 
     EMPTY = "empty"  # no gradient has arrived since the last step
@@ -71,8 +70,7 @@ class GradSum:
         saved_as: The name under which a checkpoint stores the gradient; empty if it is not stored.
         group: The parameter group to which the gradient belongs.
         buffer: The buffer of the gradient; None before the first reduction.
-        guard: Callbacks before each access to the buffer. Checkpoints store only gradients that are
-            kept after their step, so a save never reads the gradient of the current step.
+        guard: Callbacks before each access to the buffer.
         absent: The indices of parameters whose `.grad` is None, which are not updated; None before
             the end of a backward.
         known_squares: The sum of squares of this rank's slice, which an accelerator may still
@@ -98,9 +96,6 @@ class GradSum:
 
     def enter(self, state: GradState) -> None:
         """Change the state.
-
-        Args:
-            state: The new state, which must be allowed after the current one.
 
         Raises:
             AssertionError: `GRAD_MOVES` does not contain the transition.
@@ -162,10 +157,7 @@ class GradSum:
         self.buffer = None
 
     def discard_values(self) -> None:
-        """Discard the values of a sharded gradient, but keep its buffer for the next reduction.
-
-        On a CPU the system may reclaim the pages of the buffer before the next reduction.
-        """
+        """Discard the values of a sharded gradient, but keep its buffer for the next reduction."""
         buffer = self.buffer
         if buffer is None or buffer.spec.placement is not S:
             return
@@ -186,25 +178,14 @@ class GradSum:
         return buffer.shard(self.group.comm_ctx.comm.rank)
 
     def reduced(self) -> Tensor | None:
-        """Return the reduced gradient of the elements that update this rank's main weight.
-
-        Returns:
-            A flat view; None if no gradient has been reduced.
-        """
+        """Return a flat view as `own`; None if no gradient has been reduced."""
         return self.own() if self.buffer is not None and self.is_full else None
 
     def read(self, low: int, high: int) -> Tensor | None:
-        """Return a range of this rank's slice of the reduced gradient, for reading only.
-
-        An offloaded gradient is fetched. The result must not be written, because changes would not
-        be stored again.
-
-        Args:
-            low: The first element of the range, counted from the start of this rank's slice.
-            high: The end of the range, counted in the same way.
+        """Return elements [low, high) of this rank's slice of the reduced gradient, read-only.
 
         Returns:
-            A flat tensor of ``high - low`` elements; None if no gradient has been reduced.
+            A flat tensor, fetched if offloaded; None if no gradient has been reduced.
         """
         if self.buffer is None or not self.is_full:
             return None
@@ -222,9 +203,6 @@ class GradSum:
 
 def squares_of(sums: Sequence[GradSum]) -> list[list[float]]:
     """Return the sums of squares of several gradients, separately for the slice of each rank.
-
-    Args:
-        sums: The reduced gradients of parameter groups.
 
     Returns:
         For each gradient, one number per rank; 0.0 for slices that this rank does not hold.
@@ -264,8 +242,7 @@ def own_squares(total: GradSum) -> Squares:
 def _squares(group: Group, values: Tensor, first: int) -> Squares:
     """Return the sum of squares of a gradient, without elements that the optimizer does not update.
 
-    The device that updates the group computes it, so every ZeRO stage gets the same bits. `first`
-    is the index of the first element in the flat buffer of the group.
+    The device that updates the group computes it, so every ZeRO stage gets the same bits.
     """
     assert group.master is not None
     device = group.master.update_device

@@ -13,11 +13,6 @@ class GradView:
 
     A `ShardedGradient` is a handle with the parameter's shape and no elements. Its operations call
     `edits`, which read and change this rank's part of the reduced gradient.
-
-    Attributes:
-        gradient: The gradient of the group.
-        group: The parameter group whose `.grad` is set.
-        edits: The operations of the program on these gradients.
     """
 
     def __init__(self, gradient: Gradient) -> None:

@@ -1,8 +1,6 @@
 """The gradient of one group: collected from autograd, then summed over the ranks.
 
-A rank's own gradient is a `Summand`, the sum over the ranks is a `GradSum`, and `Gradient` reduces
-one into the other. `GradReduction` implements the reduction, and `GradView` shows the sum as
-`.grad`.
+`Gradient` reduces a rank's own gradient, a `Summand`, into the sum over the ranks, a `GradSum`.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from .group import Group
 class Summand:
     """This rank's own gradient of a parameter group, before it is reduced over the ranks.
 
-    Parameters are identified by their index in the group. `allocate` returns the uninitialized
-    buffer in which gradients are collected.
+    Parameters are identified by their index in the group.
 
     Attributes:
         group: The parameter group to which the gradient belongs.
@@ -47,11 +44,7 @@ class Summand:
         return self.buffer
 
     def collect(self, param: nn.Parameter) -> None:
-        """Move the `.grad` that autograd has written into the buffer, or add it to earlier values.
-
-        Args:
-            param: The parameter, whose `.grad` is None afterwards.
-        """
+        """Move the `.grad` of a parameter into the buffer, or add it to earlier values."""
         number = self.group.index[id(param)]
         with without_torch_function():
             grad = param.grad
@@ -110,8 +103,7 @@ class Gradient:
         kept: Reduced gradients that extensions keep after their step, by name.
         is_edited: Whether the program has set values that may differ between ranks.
         is_shown: Whether the `.grad` of the parameters is set to the reduced gradient (`GradView`).
-        earlier: An earlier sum of the same step, which is added to the next one; None if there is
-            none or if the next reduction itself adds to it.
+        earlier: An earlier sum of the same step that `follow` adds to the next one, or None.
     """
 
     def __init__(self, group: Group, reduction: GradReduction) -> None:
@@ -181,8 +173,7 @@ class Gradient:
 
         Args:
             what: The name of the unit, used in error messages.
-            is_last: Whether no other sum is expected before the step, so that an accelerator can
-                compute the norm while backward goes on.
+            is_last: Whether no other sum is expected before the step, so the norm can be queued.
 
         Note:
             Collective: every rank of the shard group must call it in the same order, even if it
@@ -273,10 +264,7 @@ class Gradient:
     # -- the end of a step
 
     def discard(self) -> None:
-        """Discard the gradient after a step or `zero_grad`, unless a later update needs it.
-
-        The buffer is kept for the next gradient.
-        """
+        """Discard the gradient after a step or `zero_grad`, unless a later update needs it."""
         self.clear_shown()
         if self.sum.state is GradState.HELD:
             return
@@ -290,8 +278,7 @@ class Gradient:
     def release(self) -> None:
         """Free the buffer of an empty, replicated gradient until the next backward.
 
-        On a CPU, and if other ranks use the memory, the buffer is kept, because it would be slow to
-        allocate again.
+        A buffer that is slow to allocate again is kept: on a CPU, or if other ranks use it.
         """
         comm_ctx = self.group.comm_ctx
         is_alone = comm_ctx.comm.size == 1 and self.reduction.sums_all

@@ -18,18 +18,12 @@ from .param_info import ParamInfo
 class Group:
     """Parameters of one unit that share flat buffers and the specs of their states.
 
-    `ParamGroup` derives from this class and moves the weight. The objects that gather the weight
-    and reduce the gradient use only this class.
-
-    Args:
-        members: The parameters, in the order of the layout.
-        planned: The plan of the group: its layout, and the placement, dtype and memory of its
-            states.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
+    The objects that gather the weight and reduce the gradient use only this base of `ParamGroup`.
 
     Attributes:
         members: The parameters, in the order of the layout.
-        planned: The current plan of the group.
+        planned: The plan of the group: its layout, and the placement, dtype and memory of its
+            states.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         index: The index of each parameter, keyed by the `id()` of the parameter.
         weight: This rank's part of the weight.

@@ -162,7 +162,6 @@ def build_master(group: ParamGroup, values: FlatBuffer | None = None) -> MasterW
     kind = SplitMasterWeight if plan.master_is_split and has_weight else MasterWeight
     return kind(
         values,
-        comm_ctx.comm.rank,
         plan.moments.dtype,
         weight if has_weight else None,
         is_exposed=is_exposed(group),

@@ -1,7 +1,6 @@
 """The main weight of one group: the values that the optimizer updates.
 
-A main weight has its own buffer, or shares the weight's storage (fp32 training). In bf16 training
-it is split into the weight and a buffer with the lower 16 bits (split_main_weight.py).
+It has its own buffer, shares the weight's storage (fp32), or is split (split_main_weight.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ class MasterWeight:
 
     Attributes:
         buffer: The values; the int16 remainders if the main weight `is_split`.
-        rank: This rank's index in the shard group.
         dtype: The dtype of the values.
         weight: This rank's part of the weight that the model computes with; None if the main weight
             is that weight, or if the weight follows the main weight by differences.
@@ -39,7 +37,6 @@ class MasterWeight:
     """
 
     buffer: FlatBuffer
-    rank: int
     dtype: torch.dtype
     weight: FlatBuffer | None = None
     is_exposed: bool = True
@@ -88,46 +85,34 @@ class MasterWeight:
     def read(
         self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None
     ) -> Tensor:
-        """Return elements [place, end), flat, in the main weight's dtype.
+        """Return elements [place, end), flat, in the main weight's dtype: a view or a copy.
 
         Args:
-            place: The first element of the range, counted in this rank's main weight.
-            end: The end of the range, counted in the same way.
+            place: The first element of the range.
+            end: The end of the range.
             out: The output of a split main weight; None to allocate it.
             scratch: Scratch memory to join the two halves.
-
-        Returns:
-            A view if the values are in one buffer, else a copy.
         """
         values = self.buffer.at_update_device(place, end)
         return values.to(self.dtype) if out is None else out.copy_(values)
 
     def read_now(self, place: int, end: int) -> Tensor:
-        """Return the current values as `read` does; a pending update does not run.
-
-        The result may be a view, and must not be written.
-        """
+        """Return the current values, read-only, as `read`; a pending update does not run."""
         return self.buffer.read_now(place, end).to(self.dtype)
 
     def write(self, place: int, end: int, values: Tensor) -> None:
-        """Write new values into the main weight and this rank's part of the weight.
-
-        Args:
-            place: The first element of the range, counted in this rank's main weight.
-            end: The end of the range, counted in the same way.
-            values: The new values, flat.
-        """
+        """Write new values, flat, into the main weight and this rank's part of the weight."""
         cast_master(values, self.buffer.write(place, end))
         self.copy_to_weight(place, end)
 
     def write_consuming(
         self, place: int, end: int, values: Tensor, chance: Tensor | None = None
     ) -> None:
-        """Write new values like `write`, and overwrite `values` as scratch memory.
+        """Write new values into the main weight, and overwrite `values` as scratch memory.
 
         Args:
-            place: The first element of the range, counted in this rank's main weight.
-            end: The end of the range, counted in the same way.
+            place: The first element of the range.
+            end: The end of the range.
             values: The new values, flat, in the main weight's dtype; arbitrary afterwards.
             chance: Random bits for stochastic rounding, if the main weight `is_rounded`.
         """
@@ -142,9 +127,8 @@ class MasterWeight:
         """Return the one or two flat tensors that an update kernel writes, on its device.
 
         Returns:
-            ``(main, other)``: the values, and the weight in its own dtype. ``other`` is None if the
-            kernel cannot write the weight (on another device, or in fp32); `copy_to_weight` then
-            does. Of a split main weight they are the bf16 weight and the remainders.
+            The values, and the weight; None if `copy_to_weight` has to write the weight. Of a split
+            main weight they are the bf16 weight and the remainders.
         """
         self.buffer.guard.before_write()
         own = self.buffer.at_update_device(place, end)
@@ -155,10 +139,7 @@ class MasterWeight:
         return own, other if is_published else None
 
     def copy_to_weight(self, place: int, end: int) -> None:
-        """Cast the values into this rank's part of the weight.
-
-        Nothing is done if the weight is the main weight, or half of it.
-        """
+        """Cast the values into the weight, unless it is the main weight or half of it."""
         if self.weight is not None:
             self.buffer.guard.before_write()
             values = self.buffer.elements(place, end)
@@ -175,15 +156,7 @@ class MasterWeight:
 
 
 def staging_like(target: Tensor, values: Tensor) -> Tensor:
-    """Return the buffer through which a tensor is written.
-
-    The buffer is the tensor itself, or a tensor on the device of the values, so that data is copied
-    between devices only once.
-
-    Args:
-        target: The tensor that will receive the values.
-        values: The values to write, on any device.
-    """
+    """Return `target`, or a tensor like it on the device of `values`, to be copied there later."""
     if target.device == values.device:
         return target
     return torch.empty_like(target, device=values.device)

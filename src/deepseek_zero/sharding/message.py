@@ -30,18 +30,11 @@ class Message:
     is_lent: bool = False
 
     def piece(self, low: int, high: int) -> Tensor:
-        """Return a view of the encoded elements [low, high).
-
-        Args:
-            low: The index of the first element in the buffer.
-            high: The end of the range.
-        """
+        """Return a view of the encoded elements [low, high)."""
         return self.memory[self.wire.length(low) : self.wire.length(high)]
 
     def write(self, values: Tensor, piece: Tensor, place: int) -> None:
-        """Write elements to a part of a message that is in memory of the pool.
-
-        This class sends elements in place and has no lent memory; `CodedMessage` encodes them.
+        """Encode elements into lent memory (`CodedMessage`); this class sends them in place.
 
         Args:
             values: The elements to send, flat.

@@ -1,7 +1,4 @@
-"""`move` brings a flat buffer from one placement to another.
-
-It follows `TRANSITIONS` (planner/spec.py).
-"""
+"""`move` brings a flat buffer from one placement to another, by `TRANSITIONS` (planner/spec.py)."""
 
 from __future__ import annotations
 
@@ -99,15 +96,7 @@ class _ReduceScatter:
         *,
         add: bool,
     ) -> None:
-        """Prepare the messages; `start` sends the first ones.
-
-        Args:
-            source: The partial gradient.
-            target: The buffer of this rank's slice of the sum.
-            comm_ctx: The communicator of the shard group, with buffer pool and settings.
-            what: The name of the unit, used in error messages.
-            add: Whether to add the sum to the values of `target`.
-        """
+        """Prepare the messages; the arguments are those of `move`."""
         self.source = source
         self.target = target
         self.own = target.load()

@@ -1,9 +1,4 @@
-"""The parameters of one unit that share a row of the plan, as one flat weight.
-
-`ParamGroup` owns the storage of the weight and moves it. The main weight is in main_weight.py and
-the gradient in gradient.py. Hooks, the order of units (runtime.py, gather_lane.py) and optimizers
-(optim/) use these classes, which do not depend on them.
-"""
+"""The parameters of one unit that share a row of the plan, as one flat weight."""
 
 from __future__ import annotations
 
@@ -56,27 +51,17 @@ class GroupParts:
 class ParamGroup(AccessibleGroup):
     """A group of parameters, whose weight is gathered and released, with its gradient.
 
-    Args:
-        members: The parameters, in the order of the layout.
-        planned: The plan of the group: its layout, and the placement, dtype and memory of its
-            states.
-        comm_ctx: The communicator of the shard group, with buffer pool and settings.
-        parts: Functions that create the objects that gather the weight and reduce the gradient.
-
     Attributes:
         parts: Functions that create the objects that gather the weight and reduce the gradient.
         gradient: The gradient of the group.
         grad_view: Sets the `.grad` of the parameters.
         weight_gather: How the weight is gathered.
         unsharded: The gathered weight; None while the weight is sharded.
-        placeholder: One element, which is expanded to the shape of each sharded parameter as its
-            data.
+        placeholder: One element, expanded to the shape of a parameter as its data while sharded.
         is_idle: Whether every parameter was frozen after wrapping, so that nothing is reduced.
         is_pinned: Whether the weight stays unsharded until a `GatheredParameters` block ends.
-        runtime: A function that returns the runtime that drives the group, or None. A weak
-            reference.
-        optimizer: A function that returns the optimizer that updates the group, or None. A weak
-            reference.
+        runtime: A weak reference to the runtime that drives the group.
+        optimizer: A weak reference to the optimizer that updates the group.
     """
 
     def __init__(
@@ -106,14 +91,7 @@ class ParamGroup(AccessibleGroup):
         self.grad_view = GradView(self.gradient)
 
     def follow_optimizer(self, updated: Collection[int]) -> None:
-        """Restrict the gradient norm to the parameters that the optimizer updates.
-
-        Args:
-            updated: The ids of the parameters that the optimizer updates.
-
-        Note:
-            Every rank must call it; it does not communicate.
-        """
+        """Restrict the gradient norm to parameters with these ids. Every rank must call it."""
         numbers = frozenset(
             number for number, member in enumerate(self.members) if id(member.param) not in updated
         )
@@ -137,8 +115,7 @@ class ParamGroup(AccessibleGroup):
     def gather(self, what: str) -> Pending:
         """Start to all-gather the weight into `unsharded`, in the weight's dtype.
 
-        A pending update runs first. `GatherLane` does not gather units with a pending update ahead
-        of their use, so that their states can be fetched in the meantime.
+        A pending update runs first.
 
         Args:
             what: The name of the unit, used in error messages.
@@ -211,9 +188,6 @@ class ParamGroup(AccessibleGroup):
             what: The name of the unit, used in error messages.
             is_update: Whether an optimizer step has changed the main weight; False if a program
                 wrote it.
-
-        Returns:
-            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective: every rank of the shard group must call it.

@@ -39,7 +39,7 @@ class ParamInfo:
 
     @property
     def name(self) -> str:
-        """Return the full name of the parameter."""
+        """The full name of the parameter."""
         return self.slot.name
 
     def unshard(self, data: Tensor) -> None:

@@ -1,7 +1,4 @@
-"""A main weight that is split into the bf16 weight and a buffer with the lower 16 bits.
-
-precision/policy.py defines the two halves.
-"""
+"""A main weight that is split into the bf16 weight and a buffer with the lower 16 bits."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from .move import move
 class WeightGather:
     """All-gathers the sharded weight of one parameter group before its use.
 
-    By default the weight is gathered into a buffer of the pool. Extensions derive from this class.
-    All ranks use the same class for a group.
+    Extensions derive from this class. All ranks use the same class for a group.
     """
 
     #: A gather fills a lent buffer. If False, the weight is used in the memory that holds it.
@@ -31,13 +30,10 @@ class WeightGather:
         self.views: list[Tensor] = []
 
     def allocate(self, what: str) -> FlatBuffer:
-        """Allocate this rank's part of the weight.
+        """Allocate this rank's part of the weight: a slice, or all elements if it is replicated.
 
         Args:
             what: The name of the weight, used in error messages.
-
-        Returns:
-            The buffer: a slice of a sharded weight, or all elements of a replicated one.
 
         Note:
             Collective: every rank of the shard group must call it.
@@ -57,22 +53,15 @@ class WeightGather:
         return group.weight.gathered_in(memory, group.plan.weight.wire)
 
     def give_back(self, whole: FlatBuffer) -> None:
-        """End the use of a gathered weight, and return its buffer to the pool.
-
-        Args:
-            whole: The buffer that `lend` returned. No view of it may be read afterwards.
-        """
+        """Return the buffer from `lend` to the pool; no view of it may be read afterwards."""
         self.group.comm_ctx.pool.give(whole.memory)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
         """Start to all-gather the slices of all ranks into `whole`.
 
         Args:
-            whole: The output, from `lend`.
+            whole: The output, from `lend`, which may be read after `wait()`.
             what: The name of the unit, used in error messages.
-
-        Returns:
-            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -88,9 +77,6 @@ class WeightGather:
             what: The name of the unit, used in error messages.
             is_update: Whether an optimizer step has changed the slices; False if a program wrote
                 them.
-
-        Returns:
-            A handle. The result may be read after its `wait()` has returned.
 
         Note:
             Collective: every rank of the shard group must call it.

@@ -23,10 +23,10 @@ RANK = 1
 def master_of(kind: str, placement: Placement, values: Tensor) -> MasterWeight:
     dtype = torch.int16 if kind == "split" else torch.float32
     buffer = FlatBuffer.empty(LAYOUT, Spec(placement, dtype), torch.device("cpu"))
-    master = MasterWeight(buffer, RANK, torch.float32)
+    master = MasterWeight(buffer, torch.float32)
     if kind == "split":
         weight = FlatBuffer.empty(LAYOUT, Spec(placement, torch.bfloat16), torch.device("cpu"))
-        master = SplitMasterWeight(buffer, RANK, torch.float32, weight)
+        master = SplitMasterWeight(buffer, torch.float32, weight)
     master.write(0, values.numel(), values)
     return master
 
