@@ -34,7 +34,6 @@ SKIPPED = {
     "engine/state_offload.py": "refuses steps while engine.offload_states is in force",
     "engine/step_fields.py": "adds the fields of features to the message of a step",
     "optim/executor_updates.py": "adds parameters that join after the start",
-    "optim/inner_step.py": "calls torch's optimizer for one tile",
     "optim/moments.py": "keeps moments in other memories or formats",
     "optim/nonfinite.py": "reports gradients that are not finite",
     "optim/offloaded_states.py": "fetches the states of a tile that are in other memories",
