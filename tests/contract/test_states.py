@@ -29,7 +29,7 @@ VERBS = frozenset(
     "refresh result sleep pread preadv pwrite pwritev open".split()
 )
 ALLOWED = {  # (class, property): reason
-    ("ShardedOptimizer", "state"): "torch's name, for users; what we call is load_states",
+    ("TorchInterface", "state"): "torch's name, for users; what we call is load_states",
 }
 # Attribute: the only method that may set it after __init__. Private if only its class calls it.
 SETTERS = {"_state": "enter", "_phase": "enter"}
