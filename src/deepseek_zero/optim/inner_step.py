@@ -23,25 +23,25 @@ class InnerStep:
     def __init__(self, inner: Optimizer) -> None:
         self.inner = inner
 
-    def run(self, tile: Tile, shown: Sequence[MasterShard], hypers: Hypers | None) -> None:
+    def run(self, tile: Tile, with_gradient: Sequence[MasterShard], hypers: Hypers | None) -> None:
         """Update the shards of a tile.
 
         Args:
-            tile: The shards.
-            shown: Those of them that have a gradient.
+            tile: The shards and the numbers of their parameter groups.
+            with_gradient: The shards of the tile that have a gradient.
             hypers: The hyper-parameters of the update; None for the current ones.
         """
-        for part in self._alike(tile, shown):
+        for part in self._alike(tile, with_gradient):
             self._step(part, hypers)
 
-    def _alike(self, tile: Tile, shown: Sequence[MasterShard]) -> list[Tile]:
+    def _alike(self, tile: Tile, with_gradient: Sequence[MasterShard]) -> list[Tile]:
         """Split a tile into shards with and without optimizer state.
 
         Shards that were unfrozen later have no state yet. PyTorch's fused SGD does not accept both
         in one call.
         """
-        new = {id(shard) for shard in shown if not self.inner.state.get(shard.param)}
-        if not new or len(new) == len(shown):
+        new = {id(shard) for shard in with_gradient if not self.inner.state.get(shard.param)}
+        if not new or len(new) == len(with_gradient):
             return [tile]
         return [
             [item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)
