@@ -190,7 +190,7 @@ def _judge(outcome: Outcome, mark: RanksMark) -> None:
         if a.kind == "failed"
     ]
     lines += [
-        f"rank {rank} died, exit code {code}"
+        f"rank {rank} died, exit code {code}\n{outcome.crashes.get(rank, '')}".strip()
         for rank, code in outcome.dead.items()
         if rank not in mark.dies
     ]

@@ -95,11 +95,13 @@ class Outcome:
         answers: By rank.
         silent: Stacks of the ranks that did not answer.
         dead: Exit codes of the ranks that died.
+        crashes: Stacks of the ranks that a signal such as SIGSEGV ended.
     """
 
     answers: dict[int, Answer] = field(default_factory=dict)
     silent: dict[int, str] = field(default_factory=dict)
     dead: dict[int, int | None] = field(default_factory=dict)
+    crashes: dict[int, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -197,6 +199,8 @@ class RankPool:
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(GRACE_SECONDS)
                     outcome.dead[rank] = self._processes[rank].exitcode
+                    if self._stacks(rank).exists():
+                        outcome.crashes[rank] = self._stacks(rank).read_text()
             if any(answer.kind == "failed" for answer in outcome.answers.values()):
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         outcome.silent = {rank: self._stack_of(rank) for rank in waiting.values()}
@@ -235,7 +239,9 @@ def _serve(
     os.environ.update(environment)
     # Ctrl-C reaches the whole process group; the parent ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for life)
+    written = open(stacks, "w")  # noqa: SIM115 (open for life)
+    faulthandler.register(signal.SIGUSR1, file=written, all_threads=True)
+    faulthandler.enable(file=written, all_threads=True)
     if place.host:
         enter_host(place.host)
     address, port = place.store

@@ -70,6 +70,12 @@ def test_an_unexpected_death_is_named_with_its_exit_code() -> None:
     assert _outcome(_rank_0_exits, timeout=60, size=1).dead == {0: 7}
 
 
+def test_a_crash_in_c_code_is_named_with_its_stack() -> None:
+    outcome = _outcome(_rank_0_crashes, timeout=60, size=1)
+    assert outcome.dead == {0: -signal.SIGSEGV}
+    assert "_rank_0_crashes" in outcome.crashes[0]
+
+
 def _outcome(function: Callable[[], None], timeout: float, size: int = 2) -> Outcome:
     pool = RankPool(size)
     try:
@@ -95,6 +101,10 @@ def _rank_1_hangs() -> None:
 def _rank_0_exits() -> None:
     if dist.get_rank() == 0:
         os._exit(7)
+
+
+def _rank_0_crashes() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 @pytest.mark.ranks(2)
