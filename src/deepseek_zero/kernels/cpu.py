@@ -204,11 +204,20 @@ def run(
         factor: The factor by which the gradient is multiplied.
         chance: The random bits, if the layout needs any.
         threads: The largest number of threads.
+
+    Raises:
+        ValueError: An array is not contiguous, or has another length than the gradient.
     """
     loop = compiled_loop(variant, layout, len(scalars))
     numel = len(arrays.gradient)
     body = numel // VECTOR * VECTOR
     columns = arrays.columns()
+    used = [*columns[:2], *columns[3 : 3 + len(variant.states)]]
+    if layout.is_split or layout.published is not None:
+        used.append(arrays.other)
+    if not all(len(each) == numel and each.flags.c_contiguous for each in used):
+        # The loop would read and write memory behind an array
+        raise ValueError(f"the arrays are not all contiguous with {numel} elements each")
     numbers = [*map(float, scalars), factor]
 
     def part(low: int, high: int) -> None:

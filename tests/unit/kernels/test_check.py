@@ -181,6 +181,15 @@ def test_lengths_offsets_and_threads_change_no_bit(
             assert np.array_equal(mine.view(np.int16), its.view(np.int16)), (numel, offset)
 
 
+@pytest.mark.parametrize("name", ["main", "other", "states"])
+def test_a_kernel_refuses_arrays_that_are_too_short(name: str) -> None:
+    layout, scalars = LAYOUTS[1], RULES["adam"].scalars(ADAM | {"betas": (0.9, 0.999)}, 7)
+    arrays = sample(ADAMW, layout, "normal", 100)
+    short = getattr(arrays, name)[:1]  # for the states: only one of two
+    with pytest.raises(ValueError, match="100 elements"):
+        cpu.run(ADAMW, layout, replace(arrays, **{name: short}), scalars, 0.5, Chance())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["generic", "haswell", "skylake-avx512"])
 def test_another_processor_has_the_same_bits_or_torch_is_chosen(name: str) -> None:
