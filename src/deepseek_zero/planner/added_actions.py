@@ -2,9 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from .schedule import Action, ActionKind, Pass
+from .enclosed_units import cut_units
+from .plan_settings import PlanSettings
+from .schedule import Action, ActionKind, Pass, Schedule
+from .units import UnitPlan
+
+
+@dataclass(frozen=True)
+class Additions:
+    """The actions that features add to the schedule of a step; none by default.
+
+    Attributes:
+        updates_in_forward: The numbers of units whose optimizer update may run in the next forward.
+        ahead: The numbers of units that may be updated during backward, before the step.
+        all_reduced: Units whose reduced gradients are also summed over replicas.
+        cut: Units that take the micro-batches of the settings one after the other.
+    """
+
+    updates_in_forward: Collection[int] = ()
+    ahead: Collection[int] = ()
+    all_reduced: Collection[int] = ()
+    cut: Collection[int] = ()
+
+    @classmethod
+    def from_units(
+        cls,
+        units: Sequence[UnitPlan],
+        settings: PlanSettings,
+        updates_in_forward: Collection[int],
+        ahead: Collection[int],
+    ) -> Additions:
+        """Return the additions to the schedule of planned units.
+
+        Args:
+            units: The planned units of the model, the root first.
+            settings: The ZeRO stage, dtypes, sizes and memories of the run.
+            updates_in_forward: The attribute.
+            ahead: The attribute.
+        """
+        all_reduced = [
+            number
+            for number, unit in enumerate(units)
+            if any(group.replicas > 1 for group in unit.groups)
+        ]
+        cut = cut_units(units) if settings.layerwise_micro_batches > 1 else ()
+        return cls(updates_in_forward, ahead, all_reduced, cut)
+
+    def add_to(self, plain: Schedule, settings: PlanSettings) -> Schedule:
+        """Return a schedule with these actions.
+
+        Args:
+            plain: The schedule without them.
+            settings: The settings with the number of micro-batches.
+        """
+        count = settings.layerwise_micro_batches
+        forward = with_updates(plain.forward, self.updates_in_forward)
+        backward = with_totals(plain.backward, self.all_reduced, self.ahead)
+        return Schedule(
+            forward=with_micro_batches(forward, count, self.cut),
+            inference=with_updates(plain.inference, self.updates_in_forward),
+            accumulate=with_micro_batches(plain.accumulate, count, self.cut),
+            backward=with_micro_batches(backward, count, self.cut),
+            kept=plain.kept,
+        )
 
 
 def with_updates(walk: Pass, updated: Collection[int]) -> Pass:

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from .added_actions import with_micro_batches, with_totals, with_updates
-from .enclosed_units import backward_order, cut_units, enclosing, ends_of_use
+from .added_actions import Additions
+from .enclosed_units import backward_order, enclosing, ends_of_use
 from .plan_settings import PlanSettings
 from .schedule import Action, ActionKind, Pass, Schedule
 from .schedule_proof import verify
@@ -35,26 +35,18 @@ def schedule_units(
         units: The planned units of the model, the root first.
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
         order: The order in which units compute; None for the order of their declaration.
-        updates_in_forward: As in `plan_schedule`.
-        ahead: As in `plan_schedule`.
+        updates_in_forward: The numbers of units whose optimizer update may run in the next forward.
+        ahead: The numbers of units that may be updated during backward, before the step.
     """
     grads = [group.plan.grad for unit in units for group in unit.trained]
     chosen_order = range(len(units)) if order is None else order
-    cut = cut_units(units) if settings.layerwise_micro_batches > 1 else ()
     return plan_schedule(
         [unit.gathered_numel for unit in units],
         chosen_order,
         settings,
         enclosing([unit.name for unit in units]),
-        updates_in_forward=updates_in_forward,
-        ahead=ahead,
-        cut=cut,
+        Additions.from_units(units, settings, updates_in_forward, ahead),
         reduces_each_backward=any(grad is not None and grad.placement is S for grad in grads),
-        all_reduced=[
-            number
-            for number, unit in enumerate(units)
-            if any(group.replicas > 1 for group in unit.groups)
-        ],
     )
 
 
@@ -63,12 +55,9 @@ def plan_schedule(
     order: Sequence[int],
     settings: PlanSettings,
     around: Mapping[int, int] | None = None,
+    additions: Additions = Additions(),  # noqa: B008  # frozen
     *,
-    updates_in_forward: Collection[int] = (),
-    ahead: Collection[int] = (),
-    cut: Collection[int] = (),
     reduces_each_backward: bool = True,
-    all_reduced: Collection[int] = (),
 ) -> Schedule:
     """Return the order of gathers, computations, releases and reductions for units of given sizes.
 
@@ -78,11 +67,8 @@ def plan_schedule(
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
         around: For each unit inside another, the number of the innermost unit around it, which is
             in use until the last unit inside it is done.
-        updates_in_forward: The numbers of units whose optimizer update may run in the next forward.
-        ahead: The numbers of units that may be updated during backward, before the step.
-        cut: Units that take the micro-batches of the settings one after the other.
+        additions: The actions that features add.
         reduces_each_backward: Whether every backward reduces gradients, because they are sharded.
-        all_reduced: Units whose reduced gradients are also summed over replicas.
     """
     around = around or {}
     forward = list(order)
@@ -92,18 +78,16 @@ def plan_schedule(
         at_turn = {order[0], *ends_of_use(forward, around)[-1]}
     kept = _kept(sizes, backward, settings, at_turn)
     lower = partial(_lower, sizes, around, settings)
-    computed = partial(with_micro_batches, count=settings.layerwise_micro_batches, cut=cut)
     lower_backward = partial(lower, ActionKind.BACKWARD, backward, resident=kept)
-    whole_backward = with_totals(lower_backward(reduces=True), all_reduced, ahead)
-    whole_forward = lower(ActionKind.FORWARD, forward, stays=kept)
-    inference = lower(ActionKind.FORWARD, forward)
-    schedule = Schedule(
-        forward=computed(with_updates(whole_forward, updates_in_forward)),
-        inference=with_updates(inference, updates_in_forward),
-        accumulate=computed(lower_backward(reduces=reduces_each_backward)),
-        backward=computed(whole_backward),
+    plain = Schedule(
+        forward=lower(ActionKind.FORWARD, forward, stays=kept),
+        inference=lower(ActionKind.FORWARD, forward),
+        accumulate=lower_backward(reduces=reduces_each_backward),
+        backward=lower_backward(reduces=True),
         kept=kept,
     )
+    schedule = additions.add_to(plain, settings)
+    all_reduced = additions.all_reduced
     verify(schedule, around, reduces_each_backward=reduces_each_backward, all_reduced=all_reduced)
     return schedule
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from deepseek_zero.planner.added_actions import Additions
 from deepseek_zero.planner.enclosed_units import enclosing
 from deepseek_zero.planner.make_schedule import plan_schedule
 from deepseek_zero.planner.plan_settings import PlanSettings
@@ -153,7 +154,9 @@ def test_the_peak_is_the_root_and_one_block_without_a_window_and_the_model_with_
 
 def test_layerwise_a_unit_takes_all_micro_batches_on_one_gather_backward_last_one_first() -> None:
     settings = PlanSettings(window_numel=0, layerwise_micro_batches=2)
-    schedule = plan_schedule([10, 100, 100], range(3), settings, cut={1, 2}, ahead={1})
+    schedule = plan_schedule(
+        [10, 100, 100], range(3), settings, additions=Additions(cut={1, 2}, ahead={1})
+    )
     assert str(schedule) == (
         "G0 F0 G1 F1.0 F1.1 R1 G2 F2.0 F2.1 R2 R0 G0 B0 G2 B2.1 B2.0 S2 R2 G1 B1.1 B1.0 S1 U1 R1 "
         "S0 R0"
@@ -177,7 +180,7 @@ def test_layerwise_actions_except_forwards_and_backwards_equal_those_of_a_whole_
     parts = replace(settings, layerwise_micro_batches=draw.randint(2, 5))
     whole, layerwise = (
         plan_schedule(sizes, range(len(sizes)), settings),
-        plan_schedule(sizes, range(len(sizes)), parts, cut=cut),
+        plan_schedule(sizes, range(len(sizes)), parts, additions=Additions(cut=cut)),
     )
     assert list(
         dict.fromkeys(Action(each.kind, each.unit) for each in layerwise.forward.actions)
@@ -195,7 +198,10 @@ def test_layerwise_actions_except_forwards_and_backwards_equal_those_of_a_whole_
 
 def test_replicas_are_summed_once_a_step_after_all_units_and_before_updates() -> None:
     schedule = plan_schedule(
-        [10, 100], range(2), PlanSettings(window_numel=0), all_reduced=(0, 1), ahead={1}
+        [10, 100],
+        range(2),
+        PlanSettings(window_numel=0),
+        additions=Additions(all_reduced=(0, 1), ahead={1}),
     )
     assert " ".join(map(str, schedule.backward.actions)) == "G0 B0 G1 B1 S1 R1 S0 A1 U1 A0 R0"
     assert " ".join(map(str, schedule.accumulate.actions)) == "G0 B0 G1 B1 S1 R1 S0 R0"
@@ -282,7 +288,8 @@ def test_a_program_that_breaks_a_rule_is_refused_with_the_action_that_does(
 
 
 def test_a_sum_that_is_not_in_the_plan_is_refused() -> None:
-    sound = plan_schedule([10, 100], range(2), PlanSettings(), all_reduced=(0, 1))
+    additions = Additions(all_reduced=(0, 1))
+    sound = plan_schedule([10, 100], range(2), PlanSettings(), additions=additions)
     for facts in ({"all_reduced": ()}, {"all_reduced": (0, 1), "reduces_each_backward": False}):
         with pytest.raises(AssertionError, match="unlike the plan"):
             verify(sound, **facts)  # type: ignore[arg-type]
