@@ -33,6 +33,7 @@ from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.extensions.group_parts import group_parts
 from deepseek_zero.extensions.state_dicts import StateDicts
+from deepseek_zero.extensions.zero_init import ready_units
 from deepseek_zero.optim.shard_set import ShardSet
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
@@ -40,10 +41,12 @@ from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.plan_settings import Machine, PlanSettings
 from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.group_build import build_group
+from deepseek_zero.sharding.model_changes import ModelRules
 from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.pool import Pool
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import wrap_model
+from deepseek_zero.tiers.tier import Tiers
 from tests.reference import MakeOptimizer
 
 CPU = torch.device("cpu")
@@ -475,7 +478,8 @@ def bare(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any
         here,
         Machine(in_place, near_read_in_place=in_place, far_read_in_place=in_place),
     )
-    return wrap_model(model, plan, rank.comm.lay_out(here), make_parts=group_parts)
+    comm = rank.comm.lay_out(here)
+    return wrap_model(model, plan, comm, Tiers(), group_parts, ModelRules(), ready_units)
 
 
 def optimizer_over(

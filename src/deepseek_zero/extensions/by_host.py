@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..comm.by_host import NEAR, ByHost
-from ..comm.collectives import Comm
 from ..comm.pending import Pending
 from ..comm.transports.base import Use
 from ..planner.by_host import hop_buffer_sizes
@@ -116,17 +115,6 @@ class TwoHops(Route):
     def __init__(self, hosts: ByHost) -> None:
         self.hosts = hosts
         self.near = hosts.intra_node.size
-
-    def hops(self, comm: Comm) -> tuple[Comm, Comm]:
-        """Return the communicator within this host and the one between hosts.
-
-        Args:
-            comm: The communicator of the shard group. It is not used.
-
-        Returns:
-            A tuple of the two communicators: within this host, and between hosts.
-        """
-        return self.hosts.intra_node, self.hosts.inter_node
 
     def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
         """All-gather slices between hosts first, then within each host.

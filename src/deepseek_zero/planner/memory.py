@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..base.memory import PAGE
+from ..precision.codecs import Cast
 from ..precision.compact import storage_dtype
 from ..tiers.host import HostPiece
 from ..tiers.tier import Tier
@@ -37,7 +38,10 @@ def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
         padded_numel: The number of elements of the whole flat buffer, including padding.
         ranks: The number of ranks over which states are sharded.
     """
-    return 0 if spec is None else spec.resting.nbytes(spec.numel(padded_numel, ranks))
+    if spec is None:
+        return 0
+    stored_as = spec.stored_as or Cast(spec.dtype)
+    return stored_as.nbytes(spec.numel(padded_numel, ranks))
 
 
 def _rows(plan: ShardPlan, moments_per_element: int) -> list[tuple[str, Spec | None, int]]:

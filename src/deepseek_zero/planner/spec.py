@@ -101,11 +101,6 @@ class Spec:
         """Return the spec of the state after an all-gather: replicated and decoded."""
         return replace(self, placement=R, stored_as=None)
 
-    @property
-    def resting(self) -> Codec:
-        """The codec in which a rank keeps the elements between uses."""
-        return self.stored_as or Cast(self.dtype)
-
 
 class Extra:
     """An addition of an extension to the plan of one state, such as a second weight copy.

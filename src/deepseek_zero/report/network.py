@@ -12,6 +12,7 @@ from ..base.meter import Meter
 from ..base.quantities import format_bytes
 from ..comm.collectives import Comm
 from ..comm.measure import Line
+from ..extensions.by_host import TwoHops
 from ..planner.plan import Plan
 from ..sharding.comm_context import CommContext
 
@@ -87,7 +88,11 @@ def network_links(
     coded = plan.volume()
     saved = exact.state_bytes - coded.state_bytes
     saved_near = exact.inside_hosts - coded.inside_hosts
-    first, last = comm_ctx.route.hops(comm_ctx.comm)
+    first = comm_ctx.comm
+    last = comm_ctx.comm
+    if isinstance(comm_ctx.route, TwoHops):
+        first = comm_ctx.route.hosts.intra_node
+        last = comm_ctx.route.hosts.inter_node
     saved_far = saved_near * far_share(first) + (saved - saved_near) * far_share(last)
     seconds = sum(meter.clock.seconds.values()) / meter.clock.steps
     found = (

@@ -125,14 +125,6 @@ class Route:
     near = 1
     buffers: type[MessageBuffers] = MessageBuffers
 
-    def hops(self, comm: Comm) -> tuple[Comm, Comm]:
-        """Return the communicators that a gradient sum uses first and last.
-
-        Args:
-            comm: The communicator of the shard group, which this class uses for both.
-        """
-        return comm, comm
-
     def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
         """All-gather the slices of all ranks into `full`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -10,24 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.device import (
-    ends_recomputation,
-    in_torch_func,
-    next_node_number,
-    outside_torch_func,
-)
+from ..base.device import in_torch_func, next_node_number
 from ..base.meter import BETWEEN
 from ..base.nested import tensors_in
 from ..precision.policy import Policy
 from .backward import Backward
 from .casts import Casts
 from .hooks import weak_hook
-from .irregular_passes import is_nested, leave_forwards, recover
-from .model_changes import Structure, explain_dtypes, frozen_or_unfrozen
+from .irregular_passes import is_nested, leave_forwards, post_forward_error, recover
+from .model_changes import Structure, frozen_or_unfrozen
 from .regroup import WrappedModel, follow_requires_grad
-from .root_parts import RootParts, refuse_torch_func
+from .root_parts import RootParts
 from .saved_tensor_hooks import weight_hooks
 from .step_state import ForwardFrame, Phase
+from .torch_func import begin_in_torch_func, end_in_torch_func
 from .unit import Unit, UnitState
 
 
@@ -87,26 +82,20 @@ class Forward:
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         unit = self.units[number]
-        if not in_torch_func():
-            return self._begin(unit, args, kwargs)
-        refuse_torch_func(unit)
-        # The transform computes its own derivatives, but none of a parameter, so no hook is needed.
-        with outside_torch_func(), torch.no_grad():
-            self._begin(unit, (), {})
-        return self.casts.as_computed(unit, args, kwargs)
+        if in_torch_func():
+            begin_in_torch_func(unit, self._begin)
+            return self.casts.as_computed(unit, args, kwargs)
+        return self._begin(unit, args, kwargs)
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> None:
         self.step.active[-1].has_returned = True
 
     def _after(self, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         unit = self.units[number]
-        if not in_torch_func():
-            return self._end(unit, (args, kwargs), output)
-        if unit.sharded:  # refused in `_before`
-            return output
-        with outside_torch_func(), torch.no_grad():
-            self._end(unit, (), ())
-        return self.casts.as_passed(unit, output)
+        if in_torch_func():
+            end_in_torch_func(unit, self._end)
+            return self.casts.as_passed(unit, output)
+        return self._end(unit, (args, kwargs), output)
 
     # -- one forward of a unit
 
@@ -185,12 +174,7 @@ class Forward:
         for context in reversed(frame.contexts):
             context.__exit__(None, None, None)
         if not frame.has_returned:
-            # Torch calls this hook while it handles the exception of the forward.
-            error = sys.exception()
-            if error is not None and not ends_recomputation(error):
-                if unit is self.root and self.policy.compute is not None:
-                    explain_dtypes(error, unit.module, self.policy.compute)
-                self.comm.waits.post_error(error)
+            post_forward_error(unit, self.policy, self.comm)
             return output
         output = self.casts.as_passed(unit, output)
         if self.step.nonfinite is not None:

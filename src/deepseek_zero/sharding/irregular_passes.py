@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from ..base.device import calls_under_way
+from ..base.device import calls_under_way, ends_recomputation
 from ..comm.collectives import Comm
+from ..precision.policy import Policy
 from .comm_context import CommContext
 from .gather_lane import GatherLane
+from .model_changes import explain_dtypes
 from .reduce_lane import ReduceLane
 from .step_state import Phase, StepState
 from .unit import Unit
@@ -93,6 +96,24 @@ def recover(backward: BackwardPasses) -> None:
         if interrupted is Phase.BACKWARD:
             backward.discard_step()
     step.forwards = 0
+
+
+def post_forward_error(unit: Unit, policy: Policy, comm: Comm) -> None:
+    """Post the exception that ends a forward to the other ranks.
+
+    The function is called while the exception is handled.
+
+    Args:
+        unit: The unit whose forward has raised.
+        policy: The dtypes of the model.
+        comm: The communicator of all ranks of the job.
+    """
+    error = sys.exception()
+    if error is None or ends_recomputation(error):
+        return
+    if unit.number == 0 and policy.compute is not None:
+        explain_dtypes(error, unit.module, policy.compute)
+    comm.waits.post_error(error)
 
 
 def leave_forwards(step: StepState) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -44,6 +44,31 @@ class ModelRules:
     allows_unmanaged_params: bool = False
     requires_scaled_loss: bool = False
     gathers_state_dict: bool = True
+
+
+class RefusesCopies:
+    """Base class of the hooks of a wrapped model, whose modules cannot be copied.
+
+    Raises:
+        UsageError: An instance is copied or pickled.
+    """
+
+    __torch_unserializable__ = True  # torch.save omits hooks of tensors without a warning
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _not_copied("deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_copied("pickle")
+
+
+def _not_copied(operation: str) -> UsageError:
+    return UsageError(
+        f"{operation} of a wrapped model is not possible.",
+        "Its modules carry the hooks of one engine, whose communication cannot be copied.",
+        "build a second model and give it `model.state_dict()`, which gathers full tensors on all "
+        "ranks; or copy the model before it is wrapped.",
+    )
 
 
 class WrappedGroup(Protocol):

@@ -1,7 +1,4 @@
-"""Unusual forwards: parts of the root that a program calls by themselves, and torch.func.
-
-For example, a custom `generate()` may call an embedding outside the forward of the model.
-"""
+"""Forwards of parts of the root unit that a program calls by themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import torch
 from torch import nn
 
 from ..base.device import next_node_number
-from ..base.errors import NotBuiltError
 from ..base.nested import tensors_in
 from .backward import Backward
 from .hooks import weak_hook
@@ -97,17 +93,3 @@ def _parts_of(root: Unit) -> list[nn.Module]:
         and not isinstance(module, torch.jit.ScriptModule)
         and any(id(param) in mine for param in module.parameters(recurse=False))
     ]
-
-
-def refuse_torch_func(unit: Unit) -> None:
-    """Raise `NotBuiltError` if the weights of a unit under a transform of torch.func are sharded.
-
-    Args:
-        unit: The unit whose forward begins.
-    """
-    if unit.sharded:
-        raise NotBuiltError(
-            f"torch.func differentiates the forward of '{unit.name}', whose weights are sharded.",
-            "What it keeps for its backward are the weights themselves, which are released before.",
-            "use loss.backward() or torch.autograd.grad at stage 3, or stages 0 to 2.",
-        )

@@ -19,40 +19,26 @@ from ..planner.pool_estimate import scratch_numel
 from ..planner.row_of_group import predivide_of
 from ..tiers.tier import Tiers, copy_engine_for
 from .comm_context import CommContext
-from .grad_reduction import GradReduction
 from .group_build import build_group
 from .model_changes import ModelRules, compare_ranks
 from .param_group import GroupParts, ParamGroup
 from .pool import Pool
 from .runtime import Runtime
 from .unit import Unit
-from .weight_gather import WeightGather
 
 # Yields the number of each unit whose parameters have values.
 ReadyUnits = Callable[[nn.Module, Plan, Comm], Iterable[int]]
 MakeParts = Callable[[Plan, Comm, CommContext], GroupParts]
 
 
-def plain_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
-    """Return functions that create the default objects for gathering and reducing."""
-    return GroupParts(
-        comm_ctx, lambda _: comm_ctx, lambda group, _: WeightGather(group), GradReduction
-    )
-
-
-def all_units(model: nn.Module, plan: Plan, comm: Comm) -> Iterable[int]:
-    """Return the numbers of all units, because every parameter has values."""
-    return range(len(plan.units))
-
-
 def wrap_model(
     model: nn.Module,
     plan: Plan,
     comm: Comm,
-    tiers: Tiers | None = None,
-    make_parts: MakeParts = plain_parts,
-    rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
-    ready_units: ReadyUnits = all_units,
+    tiers: Tiers,
+    make_parts: MakeParts,
+    rules: ModelRules,
+    ready_units: ReadyUnits,
 ) -> Runtime:
     """Shard a model in place as planned, and register its hooks.
 
@@ -76,7 +62,6 @@ def wrap_model(
     """
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
-    tiers = tiers or Tiers()
     pool = Pool(device, comm, tiers.budget, scratch_numel(plan.units, device))
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(

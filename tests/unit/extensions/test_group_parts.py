@@ -16,6 +16,7 @@ from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.pending import Pending
 from deepseek_zero.extensions.group_parts import group_parts
 from deepseek_zero.extensions.state_dicts import StateDicts
+from deepseek_zero.extensions.zero_init import ready_units
 from deepseek_zero.optim.shard_set import ShardSet
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
@@ -24,6 +25,7 @@ from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.grad_reduction import GradReduction
+from deepseek_zero.sharding.model_changes import ModelRules
 from deepseek_zero.sharding.param_group import GroupParts
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import MakeParts, wrap_model
@@ -112,7 +114,8 @@ def wrapped(
 ) -> Runtime:
     here = Mesh().on_world(rank.size, rank.index)
     plan = plan_model(model, PlanSettings(persistence_numel=0, **settings), here)
-    runtime = wrap_model(model, plan, rank.comm.lay_out(here), tiers, parts)
+    comm = rank.comm.lay_out(here)
+    runtime = wrap_model(model, plan, comm, tiers, parts, ModelRules(), ready_units)
     StateDicts(runtime)
     return runtime
 
