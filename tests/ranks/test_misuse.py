@@ -710,3 +710,18 @@ def test_an_optimizer_of_an_unwrapped_model_raises_at_its_first_step() -> None:
     both = ZeroOptimizer([*model.parameters(), *other.parameters()])
     with pytest.raises(UsageError, match="one optimizer for each wrapped model"):
         both.step()
+
+
+@on_two_ranks
+def test_ranks_that_handle_the_same_error_wait_for_each_other() -> None:
+    engine = engine_for(Model(), STAGE_3)
+    comm = engine.runtime.comm
+    for late in (0, 1):
+        with pytest.raises(RuntimeError, match="shapes"):
+            engine(torch.ones(2, WIDTH + 1))
+        if dist.get_rank() == late:
+            time.sleep(4 * base.POLL_SECONDS)
+        comm.barrier("the first after the error")
+        if dist.get_rank() != late:
+            time.sleep(4 * base.POLL_SECONDS)
+        comm.barrier("the second after the error")

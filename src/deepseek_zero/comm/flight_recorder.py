@@ -254,7 +254,7 @@ class FlightRecorder:
                 return
             time.sleep(LOOK_SECONDS)
 
-    def find_failure(self, waits: str, engine: str) -> PeerError | None:
+    def find_failure(self, waits: str, engine: str, survived: str = "") -> PeerError | None:
         """Return an error that names the first rank that failed or exited, or None.
 
         This includes ranks whose loss another rank has posted, and the loss of rank 0, which holds
@@ -264,6 +264,8 @@ class FlightRecorder:
         Args:
             waits: What this rank did meanwhile, as a clause.
             engine: The name of the engine in which this rank waits.
+            survived: An error that is ignored while its rank runs, because this rank had the same
+                one and continued.
 
         Returns:
             The error, which the caller raises, or None if no rank has failed.
@@ -274,7 +276,10 @@ class FlightRecorder:
         for rank in range(self.size):
             if rank == self.rank:
                 continue
-            if text := self.read(raised_in(engine), rank) or self.read("raised", rank):
+            text = self.read(raised_in(engine), rank)
+            if survived and text == survived:
+                text = ""
+            if text := text or self.read("raised", rank):
                 error = PeerError(
                     f"{self.name(rank, engine)} raised an error while {waits}: {text}",
                     "A collective needs every rank.",
@@ -304,7 +309,7 @@ class FlightRecorder:
             )
         return follows
 
-    def find_desync(self, mine: Position, engine: str) -> PeerError | None:
+    def find_desync(self, mine: Position, engine: str, survived: str = "") -> PeerError | None:
         """Return an error if ranks wait for each other in different collectives, or None.
 
         The call posts `mine` for the other ranks. A suspicion is reported only after `CONFIRMED`
@@ -313,13 +318,14 @@ class FlightRecorder:
         Args:
             mine: The position of this rank.
             engine: The name of the engine in which this rank waits.
+            survived: As in `find_failure`.
 
         Returns:
             The error, which the caller raises, or None if the ranks may still proceed.
         """
         self.post("waiting", json.dumps(asdict(mine)))
         waits = f"rank {self.rank} waits for it in '{mine.name()}'"
-        if error := self.find_failure(waits, engine):
+        if error := self.find_failure(waits, engine, survived):
             return error
         positions = self._positions(mine)
         suspects = {rank: positions[rank] for rank in desynced_ranks(positions, self.rank)}

@@ -8,6 +8,7 @@ one group reaches the ranks that wait in the other groups.
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -69,13 +70,17 @@ class Waits:
         world: The connections of this rank; None in a world of one rank.
         name: The name of the engine, part of the topic of its errors in the flight recorder.
         has_given_up: Whether a wait ended in an error that another rank caused.
-        has_raised: Whether an error of this rank was posted.
+        raised: The error of this rank that is posted; "" for none.
+        survived: The last error that this rank has withdrawn, until it completes a collective that
+            was issued later. Another rank that has posted the same error probably continues, too.
     """
 
     world: WorldContext | None = None
     name: str = "engine"
     has_given_up: bool = False
-    has_raised: bool = False
+    raised: str = ""
+    survived: str = ""
+    _withdrawn: float = 0.0  # The time of the last withdrawal (`time.perf_counter`)
     _lone_call: str = ""  # The current call of `lone_call`
     # A list, because `len` of a WeakSet costs more than all its uses here
     _hops: list[weakref.ref[Hops]] = field(default_factory=list)
@@ -120,15 +125,16 @@ class Waits:
         """
         if self.world is not None and not self.has_given_up:
             first_line = (str(error).splitlines() or [""])[0]
-            self.has_raised = True
-            text = f"{type(error).__name__}: {first_line}"
-            self.world.recorder.post(raised_in(self.name), text[:300])
+            self.raised = f"{type(error).__name__}: {first_line}"[:300]
+            self.world.recorder.post(raised_in(self.name), self.raised)
 
     def withdraw_error(self) -> None:
         """Withdraw a posted error, because this rank continues."""
         self.has_given_up = False
-        if self.has_raised and self.world is not None:
-            self.has_raised = False
+        if self.raised and self.world is not None:
+            self.survived = self.raised
+            self._withdrawn = time.perf_counter()
+            self.raised = ""
             self.world.recorder.withdraw(raised_in(self.name))
 
     @contextmanager
@@ -172,10 +178,15 @@ class Waits:
             PeerError: A rank has ended, or has issued another collective.
             UsageError: This rank is in a `lone_call` that another rank will not make.
         """
+        if self.raised and sys.exception() is None:
+            self.withdraw_error()  # the program has handled the error
         began = looked = time.perf_counter()
         while True:
             try:
-                return action()
+                found = action()
+                if self.survived and issued.issued > self._withdrawn:
+                    self.survived = ""
+                return found
             except TimeoutError:
                 self.advance()
                 now = time.perf_counter()
@@ -190,7 +201,7 @@ class Waits:
                 else:
                     looked = now
                     here = world.position(issued.lane.name, issued.sequence, issued.ranks)
-                    error = world.recorder.find_desync(here, self.name)
+                    error = world.recorder.find_desync(here, self.name, self.survived)
                     if error is None:
                         world.recorder.log_absent_ranks(here, self.name, now - began)
                         error = self._find_lone_call(world, issued.ranks)

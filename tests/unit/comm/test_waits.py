@@ -31,7 +31,7 @@ def test_an_error_that_one_rank_posts_ends_the_wait_of_another_and_is_withdrawn(
             rank.comm.all_gather(torch.zeros(2), "gather", "w").wait()
         assert rank.comm.waits.has_given_up
         rank.comm.waits.post_error(RuntimeError("follows from the other rank's"))
-        assert not rank.comm.waits.has_raised
+        assert not rank.comm.waits.raised
         rank.comm.waits.withdraw_error()
         assert not rank.comm.waits.has_given_up
         return str(caught.value)
