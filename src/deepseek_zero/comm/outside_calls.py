@@ -7,11 +7,14 @@ posts nothing.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -59,20 +62,37 @@ def _watch(reference: weakref.ref[FlightRecorder], watched: int) -> None:
         recorder = reference()
         if recorder is None:
             return
-        frame = _outermost_call(watched)
-        # Keep only the id: a frame that is held after its call keeps all tensors of its callers
-        # alive
-        number = None if frame is None else id(frame)
+        with _without_collections():
+            frame = _outermost_call(watched)
+            # Keep only the id: a frame that is held after its call keeps all tensors of its
+            # callers alive
+            number = None if frame is None else id(frame)
+            ranks = [] if frame is None or number != seen else _ranks_of(frame)
         if frame is not None and number == seen and not is_posted:
-            recorder.post(
-                OUTSIDE, json.dumps({"call": frame.f_code.co_name, "ranks": _ranks_of(frame)})
-            )
+            recorder.post(OUTSIDE, json.dumps({"call": frame.f_code.co_name, "ranks": ranks}))
             is_posted = True
         elif number != seen and is_posted:
             recorder.withdraw(OUTSIDE)
             is_posted = False
         seen = number
         del recorder, frame
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Disable the garbage collector while frames of another thread are read.
+
+    Reading `f_back` allocates a frame object. In Python 3.11 an allocation may run a collection,
+    and a finalizer may let the other thread return from the frame that is being read. The
+    interpreter then reads freed memory.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _outermost_call(thread: int) -> FrameType | None:
