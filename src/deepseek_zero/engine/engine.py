@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
-from ..sharding.irregular_passes import join_skipped_passes, reduce_step
+from ..sharding.irregular_passes import join_skipped_passes
 from ..sharding.runtime import Runtime
 from .losses import Losses
 from .micro_batches import HeldReductions, OnceWarnings, has_graph
@@ -64,8 +63,6 @@ class Engine(StandsForModule):
         self.mesh = mesh
         self.parts = parts
         self.optimizer: ShardedOptimizer | None = parts.optimizer
-        if self.optimizer is not None:
-            self.optimizer.take_step = weakref.WeakMethod(self.step_now)
         self.lr_scheduler = lr_scheduler
         self.training_dataloader = training_dataloader
         with AllRanks(parts.runtime.comm, "opening the run's records"):
@@ -222,27 +219,6 @@ class Engine(StandsForModule):
         self._count(1 if self.config.managed_gradient_accumulation else max(1, self.begun))
         if boundary:
             self._end_step(self.optimizer.step, lr_kwargs or {})
-
-    def step_now(self) -> None:
-        """Update the weights at any point of an accumulation, for `engine.optimizer.step()`.
-
-        Counters and the learning rate change as in `step`.
-
-        Note:
-            Collective: every rank must call it.
-        """
-        assert self.optimizer is not None
-        self._refuse_open_blocks()
-        self._warnings.direct_step()
-        counted = self.begun if self.config.managed_gradient_accumulation else 0
-        step = self.runtime.step
-        taken = 1 if self.parts.loop is not None else max(1, step.backwards - counted)
-        if self.parts.loop is None and step.backwards and not step.is_boundary:
-            reduce_step(self.runtime.backward)
-        self._count(taken)
-        if self.config.managed_gradient_accumulation:
-            self.micro_steps = (self.global_steps + 1) * self._batch.accumulation
-        self._end_step(self.optimizer.update, {})
 
     def _refuse_open_blocks(self) -> None:
         """Raise `UsageError` if the gradients of the step are not complete yet."""

@@ -1,4 +1,4 @@
-"""Whole steps of an engine: all micro-batches of a training step, and evaluation."""
+"""Whole steps of an engine: all micro-batches of a training step, direct steps, and evaluation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import parallel, pipeline
 from ..base.errors import UsageError
+from ..sharding.irregular_passes import reduce_step
 from .engine import Engine
 from .micro_batches import arguments_of, loss_of, mean_of_ranks
 
@@ -64,6 +65,35 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
     engine.micro_steps += accumulation - 1
     Engine.step(engine)
     return loss
+
+
+def step_directly(engine: Engine) -> None:
+    """Update the weights with all gradients since the last step, for `engine.optimizer.step()`.
+
+    This may be at any point of an accumulation. Counters and the learning rate change as in
+    `Engine.step`.
+
+    Args:
+        engine: The engine that owns the optimizer.
+
+    Note:
+        Collective: every rank must call it.
+    """
+    assert engine.optimizer is not None
+    engine._refuse_open_blocks()
+    engine._warnings.direct_step()
+    is_managed = engine.config.managed_gradient_accumulation
+    counted = engine.begun if is_managed else 0
+    step = engine.runtime.step
+    taken = 1
+    if engine.parts.loop is None:
+        taken = max(1, step.backwards - counted)
+        if step.backwards and not step.is_boundary:
+            reduce_step(engine.runtime.backward)
+    engine._count(taken)
+    if is_managed:
+        engine.micro_steps = (engine.global_steps + 1) * engine._batch.accumulation
+    engine._end_step(engine.optimizer.update, {})
 
 
 def evaluate(

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from ..base.log import log_once
+from ..optim.policy_state import Stepping
 from ..optim.rank_agreement import comm_of_units
-from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.update_policy import UpdatePolicy
 from ..optim.verdict import StepResult, Verdict
 from ..precision.loss_scale import LossScaler
 from ..sharding.regroup import promote_unit

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 from ..optim.inner_step import Hypers
 from ..optim.master_shard import Tile, collected, tiles_by_group
 from ..optim.offloaded_states import prefetch
+from ..optim.policy_state import Stepping
 from ..optim.tile_memory import TilePrefetcher
-from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.update_policy import UpdatePolicy
 from ..optim.updater import Decision, Updater
 from ..sharding.grad_sum import GradState
 from ..sharding.gradient import Gradient

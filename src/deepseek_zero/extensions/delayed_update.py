@@ -17,7 +17,8 @@ from typing import Any
 
 from ..base.errors import UsageError
 from ..optim.inner_step import Hypers
-from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.policy_state import Stepping
+from ..optim.update_policy import UpdatePolicy
 from ..optim.updater import Decision
 from ..planner.extras import late_gradient_of
 from ..planner.spec import S, Spec

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..comm.pending import Pending
-from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.policy_state import Stepping
+from ..optim.update_policy import UpdatePolicy
 from ..optim.updater import Updater
 from ..optim.verdict import StepResult
 from ..planner.extras import feedback_of

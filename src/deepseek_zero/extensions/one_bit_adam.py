@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..base.errors import UsageError
 from ..comm.collectives import propagate_errors
-from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.policy_state import Stepping
+from ..optim.update_policy import UpdatePolicy
 from ..optim.verdict import StepResult
 from ..optimizers.one_bit_adam import OneBitAdam
 from ..planner.spec import R

@@ -38,8 +38,9 @@ from ..base.quantities import format_bytes
 from ..optim.master_shard import MasterShard, Tile, Tiles, collected
 from ..optim.moments import Moments
 from ..optim.offloaded_states import prefetch, staged_ranges, storage_ranges
+from ..optim.policy_state import Stepping
 from ..optim.tile_memory import Scratch, StorageRange
-from ..optim.update_policy import Stepping, UpdatePolicy
+from ..optim.update_policy import UpdatePolicy
 from ..optim.updater import Decision, Updater
 from ..precision.loss_scale import LossScaler
 from ..sharding.grad_sum import squares_of

@@ -1,14 +1,18 @@
-"""Save, load and reset all states of the inner optimizer."""
+"""Save, load and reset all states of the inner optimizer, and complete its delayed updates."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..base.errors import UsageError
+from ..comm.collectives import propagate_errors
 from ..optimizers.plain_steps import undecorated
 from ..precision.compact import StochasticRounding
 from .shard_set import ShardSet
+from .step import Step
 
 
 def reset_states(shards: ShardSet) -> dict[Tensor, dict[str, Any]]:
@@ -34,6 +38,34 @@ def discard_updates(shards: ShardSet) -> None:
     shards.updater.guard.refuse_mixture()
     for policy in shards.policies:
         policy.discard()
+
+
+def apply_owed(step: Step) -> None:
+    """Apply the gradients of the last step if a policy delayed its update to the next step.
+
+    Args:
+        step: Runs the steps of the optimizer.
+
+    Raises:
+        UsageError: A backward has run since the last step.
+
+    Note:
+        Collective: every rank must call it, between two steps.
+    """
+    if not any(policy.owes_update for policy in step.policies):
+        return
+    runtime = step.runtime
+    if runtime.step.backwards:
+        raise UsageError(
+            "flush was called between a backward and its step.",
+            "The delayed gradient would overwrite the accumulated one.",
+            "call it after step().",
+        )
+    step.shards.finish()
+    with torch.no_grad(), propagate_errors(runtime.comm):
+        runtime.comm.barrier("flush")  # from here on no rank computes with the weights
+        step.conclude(None)
+        runtime.backward.drop_grads()
 
 
 def load_states(shards: ShardSet) -> dict[Tensor, dict[str, Any]]:

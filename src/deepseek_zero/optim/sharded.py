@@ -9,12 +9,9 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from ..base.device import adopt_step_hooks
-from ..base.errors import UsageError
-from ..comm.collectives import propagate_errors
 from .executor_updates import ExecutorUpdates
+from .inner_states import apply_owed
 from .master_shard import MasterShard
 from .rank_agreement import compare_optimizers
 from .shard_set import ShardSet
@@ -55,8 +52,6 @@ class ShardedOptimizer(TorchInterface):
         self.scratch = shards.scratch
         self.overflow = False
         self.steps = 0  # calls of `step`
-        # A weak reference to the engine's `step_now` if an engine owns the optimizer
-        self.take_step: Callable[[], Callable[[], None] | None] = lambda: None
         self.last: StepResult | None = None
         self.last_norm = 0.0  # gradient norm of the last step that was not skipped
         for policy in self.policies:
@@ -72,11 +67,6 @@ class ShardedOptimizer(TorchInterface):
         self._executor_updates = ExecutorUpdates(shards, weakref.ref(self))
         self.runtime.reductions.updates = weakref.ref(self._executor_updates)
 
-    @property
-    def loss_scale(self) -> float:
-        """The current loss scale, by which losses are multiplied."""
-        return self.scaler.scale if self.scaler is not None else 1.0
-
     def policy(self, cls: type[P]) -> P | None:
         """Return the update policy of this class, or None if the optimizer has none."""
         return next((policy for policy in self.policies if isinstance(policy, cls)), None)
@@ -84,40 +74,6 @@ class ShardedOptimizer(TorchInterface):
     def shards(self) -> list[MasterShard]:
         """Return all shards that this rank updates, in the order of parameter groups."""
         return self.shard_set.all()
-
-    # -- stepping
-
-    def step(  # type: ignore[override]
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        message: Callable[[], StepMessage] = StepMessage,
-        number: int | None = None,
-    ) -> None:
-        """Update the weights from the reduced gradients.
-
-        If an engine owns the optimizer, a call without `number` is a step of that engine
-        (`Engine.step_now`).
-
-        Args:
-            closure: Must be None, because a closure would run a forward during the update.
-            message: As in `update`.
-            number: As in `update`.
-
-        Note:
-            Collective: every rank must call it.
-        """
-        if closure is not None:
-            raise UsageError(
-                "step(closure) is not supported by sharded optimizers.",
-                "A closure would run forward and backward inside the update of one slice.",
-                "call forward, backward and step() in turn.",
-            )
-        take_step = self.take_step() if number is None else None
-        if take_step is not None:
-            take_step()
-        else:
-            self.update(message=message, number=number)
 
     def update(
         self, *, message: Callable[[], StepMessage] = StepMessage, number: int | None = None
@@ -161,16 +117,4 @@ class ShardedOptimizer(TorchInterface):
         Note:
             Collective: every rank must call it, between two steps.
         """
-        if not any(policy.owes_update for policy in self.policies):
-            return
-        if self.runtime.step.backwards:
-            raise UsageError(
-                "flush was called between a backward and its step.",
-                "The delayed gradient would overwrite the accumulated one.",
-                "call it after step().",
-            )
-        self.finish()
-        with torch.no_grad(), propagate_errors(self.runtime.comm):
-            self.runtime.comm.barrier("flush")  # from here on no rank computes with the weights
-            self._step.conclude(None)
-            self.runtime.backward.drop_grads()
+        apply_owed(self._step)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ..base.device import ScalesItself
+from ..base.errors import UsageError
 from ..precision.loss_scale import LossScaler
 from .executor_updates import ExecutorUpdates
 from .inner_states import load_saved_states, load_states, saved_states
 from .shard_set import ShardSet
+from .step_message import StepMessage
 
 
 class TorchInterface(ScalesItself, Optimizer):
@@ -23,12 +26,15 @@ class TorchInterface(ScalesItself, Optimizer):
         shard_set: The shards of the main weights, which `inner` updates.
         scaler: The loss scaler, or None.
         steps: The number of calls of `step`.
+        take_step: A weak reference to a function that takes a step of the engine that owns the
+            optimizer; None without an engine.
     """
 
     inner: Optimizer
     shard_set: ShardSet
     scaler: LossScaler | None
     steps: int
+    take_step: Callable[[], Callable[[], None] | None] | None = None
     _executor_updates: ExecutorUpdates
 
     @property
@@ -56,6 +62,48 @@ class TorchInterface(ScalesItself, Optimizer):
     def optimizer(self) -> Optimizer:
         """The inner optimizer, under DeepSpeed's name."""
         return self.inner
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale, by which losses are multiplied."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        message: Callable[[], StepMessage] = StepMessage,
+        number: int | None = None,
+    ) -> None:
+        """Update the weights from the reduced gradients.
+
+        If an engine owns the optimizer, a call without `number` is a step of that engine.
+
+        Args:
+            closure: Must be None, because a closure would run a forward during the update.
+            message: As in `update`.
+            number: As in `update`.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        if closure is not None:
+            raise UsageError(
+                "step(closure) is not supported by sharded optimizers.",
+                "A closure would run forward and backward inside the update of one slice.",
+                "call forward, backward and step() in turn.",
+            )
+        take_step = None
+        if number is None and self.take_step is not None:
+            take_step = self.take_step()
+        if take_step is not None:
+            take_step()
+        else:
+            self.update(message=message, number=number)
+
+    def update(self, *, message: Callable[[], StepMessage], number: int | None) -> None:
+        """Update the weights, without step hooks; `ShardedOptimizer` implements it."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group with separate hyper-parameters.

@@ -3,35 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from torch.optim import Optimizer
-
-from ..precision.loss_scale import LossScaler
-from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
-from .master_shard import MasterShard, Tile, Tiles
-from .moments import Moments
+from .master_shard import Tile
 from .policy_state import PolicyState
-from .tile_memory import Scratch
-from .updater import Decision, Updater
+from .updater import Decision
 from .verdict import StepResult, Verdict
-
-
-class Stepping(Protocol):
-    """Interface of a sharded optimizer, as its update policies use it."""
-
-    runtime: Runtime
-    inner: Optimizer
-    updater: Updater
-    moments: Moments
-    scratch: Scratch
-    scaler: LossScaler | None
-
-    @property
-    def loss_scale(self) -> float: ...
-
-    def shards(self) -> list[MasterShard]: ...
 
 
 class UpdatePolicy(PolicyState):
@@ -39,8 +16,10 @@ class UpdatePolicy(PolicyState):
 
     By default, each step updates all units from its own gradients. An optimizer has a sequence of
     policies, the same on every rank, and calls each hook of all of them in order. A hook must not
-    communicate unless its docstring says that it is collective. `PolicyState` has the hooks for
-    checkpoints.
+    communicate unless its docstring says that it is collective.
+
+    These are the hooks of one step, in this order. `PolicyState` has the hooks between steps, for
+    example for checkpoints.
 
     Attributes:
         watches_overflows: Search for the unit with non-finite numbers even if a dynamic loss scale
@@ -50,30 +29,6 @@ class UpdatePolicy(PolicyState):
 
     watches_overflows = False
     undoes = False
-
-    def attach(self, optimizer: Stepping) -> None:
-        """Store the optimizer, and check that it supports the policy, before the first step.
-
-        Note:
-            Collective in some policies: every rank must call it.
-        """
-
-    def explain(self) -> list[str]:
-        """Return the lines of `engine.explain` about this policy."""
-        return []
-
-    def tiles_changed(self, tiles: Tiles) -> None:
-        """React to a new division of the main weights into shards."""
-
-    def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise `UsageError` if no parameter can join the optimizer now.
-
-        Args:
-            what: The event that adds parameters, for the error message.
-            fix: The last sentence of the error message: what the user can do.
-        """
-
-    # -- one step, in this order
 
     def after_reduce(self, unit: Unit) -> None:
         """React to the end of a unit's gradient reduction, during backward."""
@@ -132,16 +87,3 @@ class UpdatePolicy(PolicyState):
         Note:
             Every rank must call it, with the same arguments.
         """
-
-    # -- between steps
-
-    @property
-    def owes_update(self) -> bool:
-        """Whether gradients of an earlier step have not been applied yet; equal on all ranks."""
-        return False
-
-    def finish(self) -> None:
-        """Complete or undo updates, so that states are as after the last step."""
-
-    def discard(self) -> None:
-        """Drop unfinished updates, because other states are about to be loaded."""

@@ -257,10 +257,10 @@ class NamedOptimizer(ShardedOptimizer):
 
     @property
     def _engine(self) -> Any:
-        """The engine whose `step_now` the optimizer calls."""
-        step_now = self.take_step()
-        assert isinstance(step_now, MethodType), "no engine has the optimizer"
-        return step_now.__self__
+        """The engine that owns the optimizer."""
+        step = self.take_step() if self.take_step is not None else None
+        assert isinstance(step, MethodType), "no engine has the optimizer"
+        return step.__self__
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Compute gradients of the loss times the loss scale, as the engine does.
