@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 import deepseek_zero as dz
+from deepseek_zero.optim.inner_step import Decision
 from deepseek_zero.optim.step_settings import TILE_NUMEL
-from deepseek_zero.optim.updater import Decision
 from deepseek_zero.precision.policy import cast_master
 
 

@@ -35,7 +35,6 @@ SKIPPED = {
     "engine/step_fields.py": "adds the fields of features to the message of a step",
     "optim/executor_updates.py": "adds parameters that join after the start",
     "optim/moments.py": "keeps moments in other memories or formats",
-    "optim/nonfinite.py": "reports gradients that are not finite",
     "optim/offloaded_states.py": "fetches the states of a tile that are in other memories",
     "optim/one_pass.py": "updates by kernels, which give the bits of PyTorch",
     "optim/tile_memory.py": "lends buffers to updates, and fetches states from other memories",

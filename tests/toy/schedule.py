@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.work import Work
+from deepseek_zero.optim.inner_step import Decision
 from deepseek_zero.optim.master_shard import Tile
-from deepseek_zero.optim.updater import Decision, Updater
+from deepseek_zero.optim.updater import Updater
 from deepseek_zero.tiers.tier import CopyEvent, StagedLanding, StagedTile
 from tests import toy
 

@@ -7,20 +7,21 @@ deferred state runs its update first, so no result changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optim.inner_step import Hypers
-from ..optim.master_shard import Tile, collected, tiles_by_group
+from ..optim.inner_step import Decision
+from ..optim.master_shard import Tile, Tiles, collected, tiles_by_group
 from ..optim.offloaded_states import prefetch
+from ..optim.param_groups import Hypers
 from ..optim.policy_state import Stepping
 from ..optim.tile_memory import TilePrefetcher
 from ..optim.update_policy import UpdatePolicy
-from ..optim.updater import Decision, Updater
+from ..optim.updater import Updater
 from ..sharding.grad_sum import GradState
 from ..sharding.gradient import Gradient
 from ..sharding.param_group import ParamGroup
@@ -38,20 +39,25 @@ class DeferredUpdate(UpdatePolicy):
         self._updater: Updater
         self._tiles: TilePrefetcher[Tile]
         self._decision = Decision(1.0, 0)
+        self._later: Mapping[int, Sequence[Tile]] = {}  # by unit
         self._tiles_left: Counter[ParamGroup] = Counter()
 
     def attach(self, optimizer: Stepping) -> None:
         self._updater = optimizer.updater
         self._tiles = prefetch((), collected, self._updater.moments, self._updater.settings)
 
-    def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
+    def tiles_changed(self, tiles: Tiles) -> None:
+        self._later = tiles.later
+
+    def postpone(self, due: Decision, done: Collection[int]) -> None:
         """Record shards of offloaded weights that are updated when their states are next read.
 
         Args:
-            tiles: Lists of shards that are updated together. The step has not updated them.
             due: The factor by which gradients are multiplied (clipping and loss scale), and the
                 hyper-parameters of the step. The deferred update uses both.
+            done: The numbers of the units that were updated during backward.
         """
+        tiles = [tile for unit, own in self._later.items() if unit not in done for tile in own]
         if not tiles:
             return
         updater = self._updater

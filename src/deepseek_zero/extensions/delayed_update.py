@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..base.errors import UsageError
-from ..optim.inner_step import Hypers
+from ..optim.inner_step import Decision
+from ..optim.param_groups import Hypers
 from ..optim.policy_state import Stepping
 from ..optim.update_policy import UpdatePolicy
-from ..optim.updater import Decision
 from ..planner.extras import late_gradient_of
 from ..planner.spec import S, Spec
 from ..sharding.grad_sum import GradState, GradSum

@@ -35,13 +35,14 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.memory import offer_pages
 from ..base.quantities import format_bytes
+from ..optim.inner_step import Decision
 from ..optim.master_shard import MasterShard, Tile, Tiles, collected
 from ..optim.moments import Moments
 from ..optim.offloaded_states import prefetch, staged_ranges, storage_ranges
 from ..optim.policy_state import Stepping
 from ..optim.tile_memory import Scratch, StorageRange
 from ..optim.update_policy import UpdatePolicy
-from ..optim.updater import Decision, Updater
+from ..optim.updater import Updater
 from ..precision.loss_scale import LossScaler
 from ..sharding.grad_sum import squares_of
 from ..sharding.param_group import ParamGroup

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ..optimizers.plain_steps import raw_step
-from .master_shard import MasterShard, Tile
+from .master_shard import GradSource, MasterShard, Tile, collected
+from .param_groups import Hypers, with_hypers
 
-Hypers = list[dict[str, Any]]  # the options of each parameter group, without its parameters
+
+@dataclass(frozen=True)
+class Decision:
+    """How gradients are applied: the factor of clipping and unscaling, and hyper-parameters.
+
+    Attributes:
+        factor: Factor by which gradients are multiplied.
+        number: Number of the update, which seeds stochastic rounding.
+        hypers: Hyper-parameters of the update; None for the current ones.
+        source: A function that returns the reduced gradient of a parameter group.
+        prepared: What kernels have computed for each parameter group, by its index.
+    """
+
+    factor: float
+    number: int
+    hypers: Hypers | None = None
+    source: GradSource = collected
+    prepared: dict[int, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 class InnerStep:
@@ -32,7 +52,8 @@ class InnerStep:
             hypers: The hyper-parameters of the update; None for the current ones.
         """
         for part in self._alike(tile, with_gradient):
-            self._step(part, hypers)
+            with nullcontext() if hypers is None else with_hypers(self.inner, hypers):
+                self._step(part)
 
     def _alike(self, tile: Tile, with_gradient: Sequence[MasterShard]) -> list[Tile]:
         """Split a tile into shards with and without optimizer state.
@@ -47,19 +68,14 @@ class InnerStep:
             [item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)
         ]
 
-    def _step(self, tile: Tile, hypers: Hypers | None) -> None:
+    def _step(self, tile: Tile) -> None:
         """Call the inner optimizer once for the shards of a tile."""
         groups = self.inner.param_groups
-        before = [dict(group) for group in groups]
-        given = hypers or [{} for _ in groups]
+        before = [group["params"] for group in groups]
         try:
             for number, group in enumerate(groups):
-                group.update(given[number])
                 group["params"] = [shard.param for owner, shard in tile if owner == number]
             raw_step(self.inner)()
         finally:
-            for group, earlier, values in zip(groups, before, given, strict=True):
-                group["params"] = earlier["params"]
-                for key, value in values.items():
-                    if group[key] is value:  # keep what the optimizer itself changed
-                        group[key] = earlier[key]
+            for group, params in zip(groups, before, strict=True):
+                group["params"] = params

@@ -9,15 +9,14 @@ from dataclasses import replace
 
 from ..sharding.runtime import Runtime
 from .step_message import StepMessage
-from .verdict import StepFlags, Verdict, root_of
+from .verdict import StepFlags, Verdict, agree_on_norm, root_of
 
 
-def agree_over_pieces(runtime: Runtime, verdict: Verdict, extra: StepMessage) -> Verdict:
-    """Add the squares of all model pieces, and exchange the other facts about the step.
+def agree_over_pieces(runtime: Runtime, extra: StepMessage) -> Verdict:
+    """Compute the gradient norm of all model pieces, and exchange the other facts about the step.
 
     Args:
         runtime: The runtime of this rank's piece.
-        verdict: The facts that the ranks with the same piece agreed on.
         extra: Fields that are sent with the norm; the same fields on every rank.
 
     Returns:
@@ -27,6 +26,7 @@ def agree_over_pieces(runtime: Runtime, verdict: Verdict, extra: StepMessage) ->
         Collective over the world.
     """
     comm = runtime.comm
+    verdict = agree_on_norm(runtime, extra)
     counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
     message = StepMessage()
     message.add("flags", verdict.flags)

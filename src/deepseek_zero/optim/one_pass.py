@@ -30,7 +30,8 @@ from ..kernels.threads import threads_for
 from ..planner.spec import ShardPlan
 from ..precision.compact import StochasticRounding
 from ..precision.policy import LOW_PRECISION, has_nan, settle_nan
-from .master_shard import MasterShard
+from .inner_step import Decision
+from .master_shard import MasterShard, Tile
 from .moments import Moments
 from .param_overlap import overlaps_of
 
@@ -242,6 +243,44 @@ class OnePass:
             counter = Counter(tensor, version_of(tensor), float(tensor))
             self._counters[id(param)] = counter
         return counter
+
+    def _group_of(self, number: int, decision: Decision) -> GroupUpdate | None:
+        """Return how kernels update a parameter group in a step, or None if PyTorch does it."""
+        if number not in decision.prepared:
+            hypers = self._inner.param_groups if decision.hypers is None else decision.hypers
+            decision.prepared[number] = self.group(hypers[number])
+        found: GroupUpdate | None = decision.prepared[number]
+        return found
+
+    def update_tile(self, tile: Tile, decision: Decision, moments: Moments) -> Tile:
+        """Update the shards of a tile for which there is a kernel.
+
+        Args:
+            tile: The shards and the numbers of their parameter groups.
+            decision: The factor and the hyper-parameters of the update.
+            moments: The moments of the optimizer.
+
+        Returns:
+            The other shards, which PyTorch has to update.
+        """
+        chance = StochasticRounding(decision.number)
+        rest = Tile()
+        for number, shard in tile:
+            grad = shard.grad(decision.source)
+            group = self._group_of(number, decision)
+            if not self.update_shard(shard, grad, group, moments, decision.factor, chance):
+                rest.append((number, shard))
+        return rest
+
+    def settle_tile(self, tile: Tile, decision: Decision) -> None:
+        """Replace the NaNs that PyTorch wrote by the one canonical NaN that kernels write.
+
+        Args:
+            tile: Shards that PyTorch has updated, before their gradients are removed.
+            decision: The decision by which they were updated.
+        """
+        for number, shard in tile:
+            self.settle(shard.param, self._group_of(number, decision))
 
     def update_shard(
         self,

@@ -1,12 +1,13 @@
 """Prepare the parameter groups of an optimizer that a program gives.
 
 Tied and cut parameters are replaced, and PyTorch's fused kernels are enabled if the program left
-the choice open.
+the choice open. A step may use the hyper-parameters of an earlier one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..base.device import CPU
 from ..base.errors import UsageError
 from ..sharding.runtime import Runtime
 
+Hypers = list[dict[str, Any]]  # the options of each parameter group, without its parameters
 TIED_TO = "_zero_tied_to"  # attribute: the parameter to which this one is tied
 CUT_INTO = "_zero_cut_into"  # attribute: the parameters into which this one was cut
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -75,3 +77,25 @@ def prefer_fused(optimizer: Optimizer, *, on_cpu: bool) -> None:
     for group in optimizer.param_groups:
         if group.get("fused", False) is None and not group.get("foreach"):
             group["fused"] = True
+
+
+@contextmanager
+def with_hypers(optimizer: Optimizer, hypers: Hypers) -> Iterator[None]:
+    """Return a context in which an optimizer has other hyper-parameters.
+
+    Afterwards it has its own again, except for those that it changed itself in the context.
+
+    Args:
+        optimizer: The inner optimizer, whose parameter groups are changed in place.
+        hypers: The hyper-parameters of each parameter group.
+    """
+    before = [dict(group) for group in optimizer.param_groups]
+    for group, values in zip(optimizer.param_groups, hypers, strict=True):
+        group.update(values)
+    try:
+        yield
+    finally:
+        for group, earlier, values in zip(optimizer.param_groups, before, hypers, strict=True):
+            for key, value in values.items():
+                if group[key] is value:
+                    group[key] = earlier[key]

@@ -107,6 +107,20 @@ def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
         )
 
 
+def equalise_edits(runtime: Runtime) -> None:
+    """Send gradients that the program changed to the ranks that hold the same slices.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+
+    Note:
+        Collective: every rank must call it.
+    """
+    groups = runtime.trained_groups
+    for each in [group.grad_view.edits.equalise(group.members[0].name) for group in groups]:
+        each.wait()
+
+
 def comm_of_units(runtime: Runtime) -> Comm:
     """Return the communicator of the ranks that hold parts of the same units.
 

@@ -33,7 +33,6 @@ from .step_settings import StepSettings, update_settings_of
 from .tile_memory import Scratch
 from .update_policy import UpdatePolicy
 from .updater import Updater
-from .verdict import gradients_are_scaled
 
 
 class ShardSet:
@@ -320,6 +319,17 @@ class ShardSet:
             group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names
         )
 
+    @property
+    def grad_scale(self) -> float:
+        """The factor by which reduced gradients are multiplied: the loss scale or 1."""
+        if self.scaler is None or not gradients_are_scaled(self.runtime):
+            return 1.0
+        return self.scaler.scale
+
+    def cut_apart_absent(self) -> None:
+        """Give parameters without a gradient shards of their own, which are not updated."""
+        self.cut_apart(lambda cover: cover.is_absent)
+
     def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:
         """Cut shards whose parameters differ in a property.
 
@@ -395,6 +405,11 @@ class ShardSet:
         flow = self.settings.flow
         tiles = flow.ahead + 1 + flow.behind + 1
         self.runtime.comm_ctx.copy_engine.reserve_staging(planned.staging_bytes(tiles))
+
+
+def gradients_are_scaled(runtime: Runtime) -> bool:
+    """Return whether gradients are multiplied by the loss scale; exchanged momenta are not."""
+    return all(group.gradient.reduction.is_scaled for group in runtime.trained_groups)
 
 
 def tiles_of(plan: UpdatePlan, shards_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:

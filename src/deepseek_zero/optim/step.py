@@ -13,14 +13,14 @@ from ..comm.collectives import propagate_errors
 from ..comm.pending import Pending
 from ..planner.messages import MAX_IN_FLIGHT
 from ..sharding.late_gradients import reduce_late
+from .inner_step import Decision
 from .master_shard import tiles_by_group
 from .model_pieces import agree_over_pieces
 from .nonfinite import NonFiniteReport
-from .rank_agreement import refuse_disagreement, report_idle
+from .rank_agreement import equalise_edits, refuse_disagreement, report_idle
 from .shard_set import ShardSet
 from .step_message import StepMessage
-from .updater import Decision
-from .verdict import StepResult, Verdict, agree_on_norm, clip_factor, gradients_are_scaled
+from .verdict import StepResult, Verdict, agree_on_norm, clip_factor
 
 
 class Step:
@@ -30,6 +30,8 @@ class Step:
         self.shards = shards
         self.runtime = shards.runtime
         self.policies = shards.policies
+        has_pieces = self.runtime.comm.whole is not self.runtime.comm
+        self._measure = agree_over_pieces if has_pieces else agree_on_norm
         self._idle_steps = 0  # steps in which no rank had a gradient
         self._nonfinite = NonFiniteReport(shards)
         self._follow_params()
@@ -53,9 +55,7 @@ class Step:
             report_idle(self.runtime, verdict, number, self._idle_steps)
         checks_finite = scaler is not None or shards.settings.check_finite
         overflow = checks_finite and not verdict.is_finite
-        grad_scale = 1.0
-        if scaler is not None and gradients_are_scaled(self.runtime):
-            grad_scale = scaler.scale
+        grad_scale = 1.0 if scaler is None else shards.grad_scale
         norm = verdict.norm / grad_scale
         result = StepResult(norm, overflow or is_idle, verdict, overflow, number)
         decision = None
@@ -63,14 +63,19 @@ class Step:
             factor = clip_factor(norm, shards.settings.max_norm) / grad_scale
             decision = Decision(factor, shards.updater.updates + 1)
         with torch.no_grad(), propagate_errors(self.runtime.comm):
-            self._prepare_gradients(verdict)
+            if verdict.flags.any_edited:
+                equalise_edits(self.runtime)
+            if any(group.gradient.sum.absent for group in self.runtime.trained_groups):
+                shards.cut_apart_absent()
             if not is_idle:
                 for policy in self.policies:
                     policy.before_update(verdict)
             self.conclude(decision)
             mark_stepped(shards.inner)  # for torch's learning-rate schedules
             self.runtime.after_step(drop=not shards.settings.keep_grads or result.skipped)
-            origin = self._nonfinite.after_step(result)
+            origin = None
+            if not verdict.is_finite or self._nonfinite.in_a_row:
+                origin = self._nonfinite.after_step(result)
             mended = [policy.after_update(result, origin) for policy in self.policies]
         rescale = 1.0
         if scaler is not None and not any(mended) and not is_idle:
@@ -93,29 +98,13 @@ class Step:
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.backward.before_step()
             extra = message()
-            verdict = self._measure(extra)
+            verdict = self._measure(runtime, extra)
             if verdict.is_contradictory:
                 refuse_disagreement(runtime, verdict)
             if verdict.flags.any_late:
                 reduce_late(runtime.reductions)
-                verdict = self._measure(extra)
+                verdict = self._measure(runtime, extra)
         return verdict
-
-    def _measure(self, extra: StepMessage) -> Verdict:
-        verdict = agree_on_norm(self.runtime, extra)
-        if self.runtime.comm.whole is self.runtime.comm:
-            return verdict
-        return agree_over_pieces(self.runtime, verdict, extra)
-
-    def _prepare_gradients(self, verdict: Verdict) -> None:
-        """Send changed gradients to ranks with the same slices. Every rank must call it."""
-        groups = self.runtime.trained_groups
-        if verdict.flags.any_edited:
-            for each in [group.grad_view.edits.equalise(group.members[0].name) for group in groups]:
-                each.wait()
-        if any(group.gradient.sum.absent for group in groups):
-            # Parameters without a gradient get shards of their own, which are not updated.
-            self.shards.cut_apart(lambda cover: cover.is_absent)
 
     def conclude(self, made: Decision | None) -> None:
         """Update by this step's decision, if there is one, or by that of a policy.
@@ -139,11 +128,8 @@ class Step:
         for group in self.runtime.trained_groups:
             group.weight_gather.changed()
         self._update_and_refresh(due)
-        later = [
-            tile for unit, tiles in shards.tiles.later.items() if unit not in done for tile in tiles
-        ]
         for policy in self.policies:
-            policy.postpone(later, due)
+            policy.postpone(due, done)
 
     def _update_and_refresh(self, due: Decision) -> None:
         """Update the tiles of this step, and all-gather the weights that are unsharded.

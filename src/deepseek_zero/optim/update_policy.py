@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from ..sharding.unit import Unit
-from .master_shard import Tile
+from .inner_step import Decision
 from .policy_state import PolicyState
-from .updater import Decision
 from .verdict import StepResult, Verdict
 
 
@@ -58,8 +57,8 @@ class UpdatePolicy(PolicyState):
     def keep(self, made: Decision | None) -> None:
         """Store the gradients and the decision of this step, if a later one applies them."""
 
-    def postpone(self, tiles: Sequence[Tile], due: Decision) -> None:
-        """Store tiles of units that `conclude` did not return, to update them later by `due`."""
+    def postpone(self, due: Decision, done: Collection[int]) -> None:
+        """Prepare later updates by `due` of the units in `Tiles.later` that are not in `done`."""
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
         """React to the result of a step, for example change the precision of a unit.

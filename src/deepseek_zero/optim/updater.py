@@ -7,7 +7,6 @@ states of earlier tiles in the background. `MasterShard` and `Moments` load and 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,35 +15,14 @@ from torch.optim import Optimizer
 from ..base.meter import PhaseClock
 from ..base.progress import FirstWork
 from ..precision.compact import StochasticRounding
-from .inner_step import Hypers, InnerStep
-from .master_shard import GradSource, MasterShard, Tile, collected
+from .inner_step import Decision, InnerStep
+from .master_shard import MasterShard, Tile
 from .moments import Moments
 from .offloaded_states import evict_staged, prefetch
-from .one_pass import GroupUpdate, OnePass
+from .one_pass import OnePass
 from .param_overlap import random_bits
 from .tile_memory import PrefetchSettings, Scratch
 from .update_guard import UpdateGuard
-
-
-@dataclass(frozen=True)
-class Decision:
-    """How gradients are applied: the factor of clipping and unscaling, and hyper-parameters.
-
-    Attributes:
-        factor: Factor by which gradients are multiplied.
-        number: Number of the update, which seeds stochastic rounding.
-        hypers: Hyper-parameters of the update; None for the current ones.
-        source: A function that returns the reduced gradient of a parameter group.
-        groups: How kernels update the shards of each parameter group, by its index.
-    """
-
-    factor: float
-    number: int
-    hypers: Hypers | None = None
-    source: GradSource = collected
-    groups: dict[int, GroupUpdate | None] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
 
 
 class Updater:
@@ -104,19 +82,13 @@ class Updater:
 
     def _update(self, tile: Tile, decision: Decision) -> None:
         """Update a tile by kernels, or else by the inner optimizer's own step."""
-        rest = Tile()  # shards that the optimizer's own step updates
-        shown = list[MasterShard]()
+        rest = self.one_pass.update_tile(tile, decision, self.moments)
         chance = StochasticRounding(decision.number)
+        shown = list[MasterShard]()
         done = False
         try:
-            for number, shard in tile:
+            for _, shard in rest:
                 grad = shard.grad(decision.source)
-                group = self._group(number, decision)
-                if self.one_pass.update_shard(
-                    shard, grad, group, self.moments, decision.factor, chance
-                ):
-                    continue
-                rest.append((number, shard))
                 if grad is None:
                     continue
                 shard.load_values(self.scratch)
@@ -125,9 +97,7 @@ class Updater:
                 shard.param.grad = self._scaled(shard, grad, decision.factor)
             if rest:
                 self._inner_step.run(rest, shown, decision.hypers)
-            # Kernels write one canonical NaN, so the optimizer's own NaNs are replaced by it.
-            for number, shard in rest:
-                self.one_pass.settle(shard.param, self._group(number, decision))
+            self.one_pass.settle_tile(rest, decision)
             done = True
         finally:
             for shard in shown:
@@ -136,13 +106,6 @@ class Updater:
                 shard.store_values(self.scratch, random, keep=done)
                 self.moments.store(shard, chance, keep=done)
                 shard.param.grad = None
-
-    def _group(self, number: int, decision: Decision) -> GroupUpdate | None:
-        """Return the kernel settings of a parameter group, or None without a kernel."""
-        if number not in decision.groups:
-            hypers = self.inner.param_groups if decision.hypers is None else decision.hypers
-            decision.groups[number] = self.one_pass.group(hypers[number])
-        return decision.groups[number]
 
     def _scaled(self, shard: MasterShard, grad: Tensor, factor: float) -> Tensor:
         """Return a gradient times a factor, in the dtype and on the device of the update."""

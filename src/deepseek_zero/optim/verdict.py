@@ -168,8 +168,3 @@ def clip_factor(norm: float, max_norm: float) -> float:
     if max_norm <= 0.0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))
-
-
-def gradients_are_scaled(runtime: Runtime) -> bool:
-    """Return whether gradients are multiplied by the loss scale; exchanged momenta are not."""
-    return all(group.gradient.reduction.is_scaled for group in runtime.trained_groups)

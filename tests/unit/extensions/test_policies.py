@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepseek_zero.optim.inner_step import Decision
 from deepseek_zero.optim.shard_set import ShardSet
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
 from deepseek_zero.optim.update_policy import UpdatePolicy
-from deepseek_zero.optim.updater import Decision
 from tests.in_process import Rank, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS
