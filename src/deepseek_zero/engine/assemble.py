@@ -20,31 +20,22 @@ from ..optim.sharded import ShardedOptimizer
 from ..optim.step_settings import StepSettings
 from ..planner.auto_wrap_policy import read_model
 from ..planner.plan import Plan
-from ..planner.split import refuse_other_cuts
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from ..sharding.wrap import wrap_model
-from .changes import (
-    change_piece,
-    change_whole,
-    refuse_split_states,
-    refuse_whole_states,
-)
+from .changes import refuse_cuts
 from .connecting import compare_capabilities, connect, prepare_machine
 from .dialect import BuildRules
-from .features import add_features, inspect_model
+from .features import add_features, change_model, inspect_model
 from .memories import check_space, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, OptimizerParts, optimizer_parts
 from .parts import Parts
-from .pieces import cut_along_axes
 from .planning import log_whole_weights, plan_run, update_of
 from .settings import (
     plan_settings_of,
     policy_settings_of,
-    recompute_settings_of,
     scaler_of,
-    sparse_attention_of,
     step_settings_of,
 )
 
@@ -86,23 +77,18 @@ def assemble(
     world, transport = connect(config, mesh)
     layers = inspect_model(config, model, mesh, world)
     comm = world.lay_out(mesh)  # creates the groups of ranks of the mesh
-    recomputing = recompute_settings_of(config)
-    sparse = sparse_attention_of(config, mesh)
-    change_whole(model, comm, recomputing, sparse)
-    stages, pieces = cut_along_axes(config, model, mesh, comm, example, sequence, layers)
-    change_piece(model, comm, config)
+    changes = change_model(config, model, mesh, comm, example, sequence, layers)
     settings = plan_settings_of(config, leaf_modules, mesh.pp)
     with AllRanks(comm, "reading the model and its optimizer"):
         tp_rank = mesh.coordinates["tp"]
         chosen = optimizer_parts(
-            config, model, client, params, is_part=stages is not None, coordinate=tp_rank
+            config, model, client, params, is_part=changes.stages is not None, coordinate=tp_rank
         )
         shape = read_model(model, settings)
-        refuse_whole_states(chosen, shape.wholes)
-        refuse_split_states(chosen, model)
-        refuse_other_cuts(shape.cuts, mesh.tp)
+        refuse_cuts(chosen, model, shape, mesh.tp)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
-    plan = pieces.added_to(plan_run(config, settings, step_settings, shape, chosen, comm, mesh))
+    plan = plan_run(config, settings, step_settings, shape, chosen, comm, mesh)
+    plan = changes.pieces.added_to(plan)
     capabilities = prepare_machine(comm, transport, plan.settings.policy)
     batch = config.batch.micro, config.batch.accumulation
     advice = MemoryAdvice(plan, shape, update_of(config, step_settings, chosen), batch)
@@ -120,17 +106,9 @@ def assemble(
         commit(tiers, comm)  # allocates the pages, after the model's own values were freed
     runtime.loss_factor.scaler = scaler
     parts = Parts(
-        runtime,
-        optimizer,
-        scaler,
-        plan.settings,
-        step_settings,
-        policies,
-        advice,
-        state_dicts,
-        sparse_attention=sparse,
+        runtime, optimizer, scaler, plan.settings, step_settings, policies, advice, state_dicts
     )
-    add_features(parts, config, comm, mesh, stages, recomputing)
+    add_features(parts, config, comm, mesh, changes)
     parts.capabilities = compare_capabilities(parts, capabilities + tiers.capabilities(), comm)
     return parts
 

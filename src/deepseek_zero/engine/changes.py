@@ -22,6 +22,8 @@ from ..checkpoint.piece import remember_names, whole_names
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..optim.shard_set import refuse_parts
+from ..planner.auto_wrap_policy import ModelShape
+from ..planner.split import refuse_other_cuts
 from ..planner.update import ParamGroupPlan
 from .optimizer import OptimizerParts
 from .settings import policy_of, tile_settings_of
@@ -137,6 +139,20 @@ def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -
     found = replace(parts, planned=tuple(map(renamed, parts.planned)))
     refuse_whole_states(found, wholes)
     return found
+
+
+def refuse_cuts(parts: OptimizerParts, model: nn.Module, shape: ModelShape, tp: int) -> None:
+    """Raise an error if a parameter is cut in a way that its optimizer or the mesh does not allow.
+
+    Args:
+        parts: The parts of the optimizer, with the names of its parameters.
+        model: This rank's piece of the model.
+        shape: The shapes of its parameters, and how they are cut.
+        tp: The number of ranks along "tp".
+    """
+    refuse_whole_states(parts, shape.wholes)
+    refuse_split_states(parts, model)
+    refuse_other_cuts(shape.cuts, tp)
 
 
 def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None:

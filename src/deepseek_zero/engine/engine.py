@@ -107,22 +107,14 @@ class Engine(StandsForModule):
         """
         self.runtime.step.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
-        if self.parts.loop is not None:
-            with (
-                self.observer.timed("forward"),
-                self._losses.paused(),
-                self.parts.advice.explaining("forward"),
-            ):
-                return self.parts.loop(args, kwargs)
-        with (
-            self.observer.timed("forward"),
-            self.observer.profiled(self),
-            self.parts.advice.explaining("forward"),
-            self.runtime.loss_factor.entered(),
-        ):
-            # The first child is `self.module`. Reading that attribute would go through
-            # `__getattr__`, and through all attributes of the class first.
-            return next(self.children())(*args, **kwargs)
+        with self.observer.timed("forward"), self.parts.advice.explaining("forward"):
+            if self.parts.loop is not None:
+                with self._losses.paused():
+                    return self.parts.loop(args, kwargs)
+            with self.observer.profiled(self), self.runtime.loss_factor.entered():
+                # The first child is `self.module`. Reading that attribute would go through
+                # `__getattr__`, and through all attributes of the class first.
+                return next(self.children())(*args, **kwargs)
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """Multiply a loss by the loss scale and divide it by the accumulation steps.
@@ -248,10 +240,8 @@ class Engine(StandsForModule):
         self.observer.stepped(self)
         if self.parts.saver.current is not None:
             self.parts.saver.commit_if_written()
-        if self.parts.preemption is not None:
-            self.parts.preemption.act(self)
-        if self.parts.integrity is not None:
-            self.parts.integrity.after_step(self.global_steps)
+        for act in self.parts.after_steps:
+            act(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of the current accumulation."""

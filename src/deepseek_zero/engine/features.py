@@ -1,23 +1,29 @@
-"""Build the optional features of an engine that its configuration enables."""
+"""Build the optional features of an engine that its configuration enables.
+
+Features that change the model do so before it is planned.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .. import activations, engine
+from .. import activations, attention, engine, parallel
 from ..activations.recompute import RecomputeSettings, configure_for, release_with
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..extensions.ties import refuse_modules, refuse_owned, tie_shared
-from .changes import refuse_changes_on
+from .changes import change_piece, change_whole, refuse_changes_on
 from .determinism import Determinism
 from .parts import Parts
-from .pieces import Stages, plan_layers, refuse_auto_on
+from .pieces import PiecePlans, Stages, cut_along_axes, plan_layers, refuse_auto_on
 from .saving import Saver
+from .settings import recompute_settings_of, sparse_attention_of
 
 if TYPE_CHECKING:  # as in parts.py
     from ..config import Config
@@ -46,13 +52,60 @@ def inspect_model(config: Config, model: nn.Module, mesh: Mesh, world: Comm) -> 
         return plan_layers(config, model, mesh)
 
 
+@dataclass(frozen=True)
+class ModelChanges:
+    """How a configuration changed a model before it was planned.
+
+    Attributes:
+        pieces: The plans of the axes "pp", "tp" and "sp", along which the model was cut.
+        stages: The stages of the pipeline; None without them.
+        recomputing: The settings of activation checkpointing.
+        sparse: The sparse attention that replaces the model's attention; None to keep it.
+    """
+
+    pieces: PiecePlans
+    stages: Stages | None
+    recomputing: RecomputeSettings
+    sparse: attention.SparseAttention | None
+
+
+def change_model(
+    config: Config,
+    model: nn.Module,
+    mesh: Mesh,
+    comm: Comm,
+    example: Callable[[], Any],
+    sequence: parallel.SequenceSettings | None,
+    layers: Layers,
+) -> ModelChanges:
+    """Cut a model along the mesh axes, and make the changes that the configuration requires.
+
+    Args:
+        config: The run's configuration.
+        model: The whole model, which is changed in place.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
+        comm: The communicator of all ranks.
+        example: Returns a micro-batch, whose shapes show a pipeline the sequence of blocks.
+        sequence: The settings of sequence parallelism; None without it.
+        layers: The layers that ranks split, as from `inspect_model`.
+
+    Note:
+        Collective: every rank must call it.
+    """
+    recomputing = recompute_settings_of(config)
+    sparse = sparse_attention_of(config, mesh)
+    change_whole(model, comm, recomputing, sparse)
+    stages, pieces = cut_along_axes(config, model, mesh, comm, example, sequence, layers)
+    change_piece(model, comm, config)
+    return ModelChanges(pieces, stages, recomputing, sparse)
+
+
 def add_features(
     parts: Parts,
     config: Config,
     comm: Comm,
     mesh: Mesh,
-    stages: Stages | None,
-    recomputing: RecomputeSettings,
+    changes: ModelChanges,
 ) -> None:
     """Add the features that the configuration enables to the parts of an engine.
 
@@ -61,8 +114,7 @@ def add_features(
         config: The run's configuration.
         comm: The communicator of all ranks.
         mesh: The device mesh: the size of each axis and this rank's coordinates.
-        stages: The stages of the pipeline; None without them.
-        recomputing: The settings of activation checkpointing.
+        changes: The changes of the model before it was planned.
 
     Note:
         Collective: every rank must call it.
@@ -73,13 +125,16 @@ def add_features(
         parts.schedule = (config.scheduler.type, config.scheduler.params)
     if config.checkpoint.save_on_signal.path is not None:
         parts.preemption = engine.Preemption(config.checkpoint.save_on_signal)
+        parts.after_steps.append(parts.preemption.act)
     if config.integrity.mode != "off" and parts.optimizer:
         parts.integrity = engine.Integrity(runtime, parts.optimizer, mesh, config.integrity)
-    if stages is not None:
-        parts.loop = stages.connect(comm, mesh, runtime)
+        parts.after_steps.append(parts.integrity.after_step)
+    if changes.stages is not None:
+        parts.loop = changes.stages.connect(comm, mesh, runtime)
         parts.pipeline = parts.loop.pipeline
+    parts.sparse_attention = changes.sparse
     parts.recompute = configure_for(
-        recomputing, comm, shards_tokens=bool(config.tensor_parallel.sequence)
+        changes.recomputing, comm, shards_tokens=bool(config.tensor_parallel.sequence)
     )
     if parts.recompute is not None:
         release_with(runtime, parts.recompute)

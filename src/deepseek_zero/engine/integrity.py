@@ -49,6 +49,7 @@ from ..sharding.group_build import is_exposed
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
+from .saving import Trainer
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config.schema import IntegritySection
@@ -133,7 +134,7 @@ class Integrity:
         self._changed: list[str] = []
         self._reported: set[str] = set()
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, trainer: Trainer) -> None:
         """Compute checksums of the states that no operation writes before the next step.
 
         The checksums are computed only if the next step compares the states of all ranks. Pending
@@ -141,9 +142,9 @@ class Integrity:
         disk, the error is sent to the other ranks.
 
         Args:
-            step: The number of the step that has just ended.
+            trainer: The engine, whose step has just ended.
         """
-        if (step + 1) % self.settings.every:
+        if (trainer.global_steps + 1) % self.settings.every:
             return
         with propagate_errors(self._runtime.comm):
             self._optimizer.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .determinism import Determinism
 from .memory_advice import MemoryAdvice
-from .saving import Saver
+from .saving import Saver, Trainer
 
 # Importing pydantic takes time: only modules that read a configuration import it at run time.
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Parts:
         pipeline: The pipeline of this rank's stages; None without stages.
         loop: Runs the schedule of the pipeline; None without stages.
         sparse_attention: The configured sparse attention, or None.
+        after_steps: Functions that features run after each step of the engine.
         told: Optimizer arguments of DeepSpeed's API that are checked later.
     """
 
@@ -74,6 +76,7 @@ class Parts:
     pipeline: Pipeline | None = None
     loop: PlainLoop | None = None  # runs the pipeline's stages
     sparse_attention: attention.SparseAttention | None = None
+    after_steps: list[Callable[[Trainer], None]] = field(default_factory=list)
     # Keyword arguments of DeepSeekZeRO3 about its optimizer, compared with ZeroOptimizer's later
     told: dict[str, Any] = field(default_factory=dict)
 
