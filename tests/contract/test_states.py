@@ -24,7 +24,7 @@ VERBS = frozenset(
     "barrier barrier_begin barrier_end fetch load load_states load_values elements read read_now "
     "write evict store discard owned_view in_place_view before_read before_write flush "
     "flush_group finish undo conclude step step_now step_deferred step_speculative move gather "
-    "unshard reshard reduce reduce_grads reduce_late sum_over_replicas all_gather all_gather_rows "
+    "unshard reshard reduce start_reduces reduce_late complete_sums all_gather all_gather_rows "
     "all_gather_text all_reduce exchange scatter broadcast agree open_comm Comm current_mesh "
     "refresh result sleep pread preadv pwrite pwritev open".split()
 )

@@ -15,7 +15,7 @@ from .. import checkpoint
 from ..base.errors import UsageError
 from ..base.given import path_of, refuse
 from ..extensions import gathered_parameters, zero_init
-from ..sharding.external_params import forget_external, remember_external
+from ..sharding.external_params import forget_external, remember_external, unit_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.unit import Unit
@@ -223,4 +223,4 @@ def _readers(module: nn.Module, parameter: nn.Parameter) -> tuple[Unit, list[Uni
     readers = [
         unit for unit in runtime.units[1:] if any(each is module for each in unit.module.modules())
     ]
-    return runtime.unit_of(owner), readers
+    return unit_of(owner, runtime.units), readers

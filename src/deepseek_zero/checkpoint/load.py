@@ -34,7 +34,7 @@ from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
 from ..sharding.param_group import ParamGroup
 from ..sharding.param_info import ParamInfo
-from ..sharding.param_ranges import local_range, owned_view
+from ..sharding.param_ranges import local_range, owned_view, write_main
 from ..sharding.regroup import follow_requires_grad, send_as
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
@@ -509,8 +509,7 @@ def write_weight(
     start, stop, place = local_range(buffer, member.slot, group.comm_ctx.comm.rank)
     if master is not None:
         for low, part in read(start, stop):
-            at = place + low - start
-            master.write(at, at + part.numel(), part.to(device))
+            write_main(master, place + low - start, part.to(device))
         return
     with buffer.writing(place, place + stop - start) as view:
         for low, part in read(start, stop):

@@ -21,6 +21,7 @@ from ..comm.collectives import Comm, propagate_errors, scatter
 from ..planner.spec import R, S
 from ..planner.split import Split
 from ..sharding.buffer import FlatBuffer
+from ..sharding.external_params import unit_of
 from ..sharding.main_weight import MasterWeight
 from ..sharding.move import move
 from ..sharding.param_group import ParamGroup
@@ -242,7 +243,7 @@ class GatheredParameters:
             runtime = group.runtime()
             if runtime is not None and group.unsharded is None:
                 # A forward inside the block has used the values of the block.
-                runtime.unit_of(group).reshard()
+                unit_of(group, runtime.units).reshard()
             for member in group.members:
                 if group.is_sharded and group.unsharded is None:
                     with without_torch_function():

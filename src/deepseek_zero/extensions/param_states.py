@@ -23,7 +23,7 @@ from ..precision.policy import cast_master
 from ..sharding.buffer import FlatBuffer
 from ..sharding.grad_edits import complete, is_reduced, own_part
 from ..sharding.param_group import ParamGroup
-from ..sharding.param_ranges import local_range, owned_range
+from ..sharding.param_ranges import local_range, owned_range, write_main
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.whole_values import main_values
 from .gathered_parameters import gather_full
@@ -241,7 +241,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
             cast_master(flat[start:stop].to(dtype), view)
         if owner.master is not None:
             start, stop, place = local_range(owner.master.buffer, slot, rank)
-            owner.master.write(place, place + stop - start, flat[start:stop])
+            write_main(owner.master, place, flat[start:stop])
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -285,7 +285,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     with torch.no_grad():
         place, end = owned_range(owner.master.buffer, slot, owner.comm_ctx.comm.rank)
         part = _part(value, end - place, slot.name)
-        owner.master.write(place, end, part.to(owner.comm_ctx.pool.device))
+        write_main(owner.master, place, part.to(owner.comm_ctx.pool.device))
         owner.refresh(f"changed {slot.name}").wait()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..base.log import log_once
 from ..base.nested import map_tensors
+from ..sharding.external_params import unit_of
 from ..sharding.unit import Unit
 from .rank_agreement import comm_of_units
 from .shard_set import ShardSet
@@ -100,7 +101,7 @@ class NonFiniteReport:
         if len(self.runtime.units) == 1:
             return ""
         sick = self._nonfinite_units(squares)
-        units = {self.runtime.unit_of(group).number for group in self.runtime.trained_groups}
+        units = {unit.number for unit in self.runtime.units if unit.trained}
         if sick == units:
             return f"It is so in every unit, as after a loss that is not finite.  {LATER}"
         order = [number for number in self.runtime.schedule.backward.order if number in sick]
@@ -113,7 +114,7 @@ class NonFiniteReport:
     def _nonfinite_units(self, squares: Sequence[float]) -> set[int]:
         """Return the numbers of the units whose gradients are not finite."""
         return {
-            self.runtime.unit_of(group).number
+            unit_of(group, self.runtime.units).number
             for group, square in zip(self.runtime.trained_groups, squares, strict=True)
             if not math.isfinite(square)
         }

@@ -21,7 +21,7 @@ class AccessibleGroup(Group):
     def fetch_for(self, param: nn.Parameter) -> bool:
         self.refuse_offloaded_weight()
         runtime = self.runtime()
-        return runtime is not None and bool(runtime.fetch(self))
+        return runtime is not None and bool(runtime.externals.fetch(self))
 
     def name_of(self, param: nn.Parameter) -> str:
         return self.members[self.index[id(param)]].name

@@ -2,33 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..base.device import backward_id
-from .gather_lane import GatherLane
-from .step_state import Phase, StepState
+from .backward import Backward
+from .param_group import ParamGroup
+from .step_state import Phase
 from .unit import Unit
 
 
-def fetch_external(unit: Unit, step: StepState, gathers: GatherLane) -> bool:
-    """Gather a unit when a program reads one of its sharded parameters.
+class ExternalReads:
+    """Gathers units whose sharded parameters are read outside of the forward of the unit.
 
     Args:
-        unit: The unit of the sharded parameter.
-        step: The phase of the model.
-        gathers: Issues the all-gathers of the model.
-
-    Returns:
-        Whether the unit was gathered. Outside forward and backward it is not.
-
-    Note:
-        Collective if the unit is gathered: every rank of the shard group must call it in the same
-        order.
+        backward: The backward of the model.
     """
-    if step.phase is Phase.IDLE and not step.active and backward_id() == -1:
-        return False
-    if step.active:
-        remember_external(step.active[-1].unit, unit)
-    gathers.unshard(unit)
-    return True
+
+    def __init__(self, backward: Backward) -> None:
+        self.backward = backward
+        self.step = backward.step
+
+    def fetch(self, group: ParamGroup) -> bool:
+        """Gather the unit of a group when a program reads one of its sharded parameters.
+
+        Args:
+            group: The group of the sharded parameter.
+
+        Returns:
+            Whether the unit was gathered. Outside forward and backward it is not.
+
+        Note:
+            Collective if the unit is gathered: every rank of the shard group must call it in the
+            same order.
+        """
+        step = self.step
+        if step.phase is Phase.IDLE and not step.active and backward_id() == -1:
+            return False
+        unit = unit_of(group, self.backward.units)
+        if step.active:
+            remember_external(step.active[-1].unit, unit)
+        self.backward.gathers.unshard(unit)
+        return True
+
+    def fetch_saved(self, group: ParamGroup) -> None:
+        """Gather the unit of a group when backward needs a weight of it.
+
+        Args:
+            group: The group of the weight that autograd has saved.
+
+        Note:
+            Collective: every rank of the shard group must call it in the same order.
+        """
+        if self.step.phase is not Phase.BACKWARD and backward_id() != -1:
+            self.backward.begin()
+        self.fetch(group)
+
+
+def unit_of(group: ParamGroup, units: Sequence[Unit]) -> Unit:
+    """Return the unit to which a group belongs.
+
+    Args:
+        group: The parameter group.
+        units: The units of the group's model.
+    """
+    return next(unit for unit in units if group in unit.groups)
 
 
 def remember_external(reader: Unit, owner: Unit) -> None:

@@ -163,7 +163,7 @@ class Forward:
         again = self.step.phase is Phase.BACKWARD and not unit.is_tile
         if is_released and not again and torch.is_grad_enabled():
             # Autograd then saves the positions of weights instead of the gathered buffer.
-            yield weight_hooks(unit, self.model.fetch_saved)
+            yield weight_hooks(unit, self.model.externals.fetch_saved)
 
     def _end(self, unit: Unit, given: Any, output: Any) -> Any:
         """Finish a unit's forward, whether it returned or raised.

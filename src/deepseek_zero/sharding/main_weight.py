@@ -100,11 +100,6 @@ class MasterWeight:
         """Return the current values, read-only, as `read`; a pending update does not run."""
         return self.buffer.read_now(place, end).to(self.dtype)
 
-    def write(self, place: int, end: int, values: Tensor) -> None:
-        """Write new values, flat, into the main weight and this rank's part of the weight."""
-        cast_master(values, self.buffer.write(place, end))
-        self.copy_to_weight(place, end)
-
     def write_consuming(
         self, place: int, end: int, values: Tensor, chance: Tensor | None = None
     ) -> None:

@@ -12,6 +12,9 @@ from ..planner.spec import R, S
 from ..precision.policy import cast_master
 from .buffer import FlatBuffer
 from .group import Group
+from .main_weight import MasterWeight
+
+_WRITE_NUMEL = 1 << 20  # elements of one copy before they are split
 
 
 def owned_range(buffer: FlatBuffer, slot: Slot, rank: int) -> tuple[int, int]:
@@ -94,4 +97,21 @@ def write_param(group: Group, slot: Slot, value: Tensor) -> None:
         cast_master(values, weight)
     if group.master is not None and not group.plan.master_is_weight:
         start, stop, place = local_range(group.master.buffer, slot, rank)
-        group.master.write(place, place + stop - start, flat[start:stop])
+        write_main(group.master, place, flat[start:stop])
+
+
+def write_main(master: MasterWeight, place: int, values: Tensor) -> None:
+    """Write new values into the main weight and this rank's part of the weight.
+
+    Args:
+        master: The main weight of a group.
+        place: The index of the first element to write.
+        values: The new values, flat.
+    """
+    if not master.is_split:
+        master.write_consuming(place, place + values.numel(), values)  # keeps the values
+        master.copy_to_weight(place, place + values.numel())
+        return
+    for start in range(0, values.numel(), _WRITE_NUMEL):
+        part = values[start : start + _WRITE_NUMEL].to(master.dtype, copy=True)
+        master.write_consuming(place + start, place + start + part.numel(), part)

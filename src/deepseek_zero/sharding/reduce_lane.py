@@ -9,6 +9,7 @@ from typing import Any
 from ..comm.collectives import Comm
 from ..planner.plan_settings import PlanSettings
 from ..planner.schedule import Schedule
+from .completed_sums import complete_sums
 from .unit import Unit
 
 
@@ -103,14 +104,8 @@ class ReduceLane:
 
     def complete_sums(self) -> None:
         """Sum the reduced gradients over replicas, once per step. Collective."""
-        before: Unit | None = None
-        for unit in self._completed:
-            unit.complete_sums()
-            if before is not None:
-                self._update_after_sum(before)
-            before = unit
-        if before is not None:
-            self._update_after_sum(before)
+        if self._completed:
+            complete_sums(self._completed, self._update_after_sum)
 
     def update_expected(self) -> None:
         """Expect the gradients that arrived in this backward in the next one, too."""
@@ -134,7 +129,8 @@ class ReduceLane:
         landed = self._wait_for_first() if len(self._in_flight) >= self.most_reductions else None
         for other in self._in_flight:  # their messages would otherwise be issued only by a wait
             other.issue_reduces()
-        unit.reduce_grads(is_last=self._ends_step)
+        is_last = self._ends_step
+        unit.start_reduces(lambda group: group.gradient.reduce(unit.name, is_last=is_last))
         unit.reduced_in_backward = True
         self._in_flight.append(unit)
         if landed is not None:

@@ -53,6 +53,12 @@ class HasCasts(Protocol):
     casts: Casts
 
 
+class FetchesSaved(Protocol):
+    """Interface of `ExternalReads` for the hooks of forward."""
+
+    def fetch_saved(self, group: ParamGroup) -> None: ...
+
+
 class WrappedModel(Protocol):
     """Interface of `Runtime` for the functions of this file, and for the hooks of forward."""
 
@@ -65,6 +71,8 @@ class WrappedModel(Protocol):
     structure: Structure
 
     @property
+    def externals(self) -> FetchesSaved: ...
+    @property
     def forward(self) -> HasCasts: ...
     @property
     def plan(self) -> Plan: ...
@@ -74,7 +82,6 @@ class WrappedModel(Protocol):
     def trained_groups(self) -> list[ParamGroup]: ...
     def add_group(self, unit: Unit, group: ParamGroup) -> None: ...
     def replan(self) -> None: ...
-    def fetch_saved(self, group: ParamGroup) -> None: ...
 
 
 class RegroupedOptimizer(Protocol):

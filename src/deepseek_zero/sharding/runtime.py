@@ -15,20 +15,18 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..base.device import backward_id
 from ..planner.make_schedule import schedule_units
 from ..planner.plan import Plan
 from ..planner.schedule import Schedule
 from .backward import Backward
 from .comm_context import CommContext
-from .external_params import fetch_external
+from .external_params import ExternalReads
 from .forward import Forward
 from .gather_lane import GatherLane
 from .loss_factor import LossFactor
 from .model_changes import ModelRules, Structure
 from .param_group import ParamGroup
 from .reduce_lane import ReduceLane
-from .step_state import Phase
 from .unit import Unit
 
 
@@ -47,6 +45,7 @@ class Runtime:
         machine: The properties of the machine that the plan depends on.
         comm: The communicator of all ranks of the job.
         step: The phase of the model and the progress of the current step.
+        externals: Gathers units for reads outside of their forward.
         hooks: The handles of all hooks on the model; empty after they were removed.
         after_steps: Functions that extensions run after each step, on every rank.
     """
@@ -80,6 +79,7 @@ class Runtime:
         )
         self.backward = Backward(self.gathers, self.reductions, comm_ctx, self.loss_factor)
         self.step = self.backward.step
+        self.externals = ExternalReads(self.backward)
         self.structure = Structure(
             model, self.groups, ignores_new_params=rules.allows_unmanaged_params
         )
@@ -153,25 +153,6 @@ class Runtime:
         )
         self.gathers.follow(schedule)
         self.reductions.follow(schedule, self.settings)
-
-    def unit_of(self, group: ParamGroup) -> Unit:
-        """Return the unit to which a group belongs."""
-        return next(unit for unit in self.units if group in unit.groups)
-
-    def fetch(self, group: ParamGroup) -> bool:
-        """Gather the unit of a group when a program reads one of its sharded parameters.
-
-        Returns whether the unit was gathered. Outside forward and backward it is not. Collective if
-        it
-        is gathered.
-        """
-        return fetch_external(self.unit_of(group), self.step, self.gathers)
-
-    def fetch_saved(self, group: ParamGroup) -> None:
-        """Gather the unit of a group when backward needs a weight of it. Collective."""
-        if self.step.phase is not Phase.BACKWARD and backward_id() != -1:
-            self.backward.begin()
-        self.fetch(group)
 
     def after_step(self, *, drop: bool = True) -> None:
         """Discard the gradients after a step unless `drop` is false. Collective.

@@ -12,8 +12,6 @@ from ..precision.policy import join, split
 from .buffer import FlatBuffer
 from .main_weight import MasterWeight, staging_like
 
-_WRITE_NUMEL = 1 << 20  # elements of one copy before they are split
-
 
 @dataclass(eq=False)
 class SplitMasterWeight(MasterWeight):
@@ -55,11 +53,6 @@ class SplitMasterWeight(MasterWeight):
             out = torch.empty(lower.shape, dtype=self.dtype, device=lower.device)
         join(upper.to(lower.device), lower, out, scratch, is_exposed=self.is_exposed)
         return out
-
-    def write(self, place: int, end: int, values: Tensor) -> None:
-        for start in range(place, end, _WRITE_NUMEL):
-            part = values[start - place : start - place + _WRITE_NUMEL]
-            self.write_consuming(start, start + part.numel(), part.to(self.dtype, copy=True))
 
     def write_consuming(
         self, place: int, end: int, values: Tensor, chance: Tensor | None = None

@@ -181,25 +181,9 @@ class Unit:
         """Whether every gradient that this backward expects has arrived."""
         return bool(self.trained) and self.expected <= self.arrived
 
-    def reduce_grads(self, *, is_last: bool) -> None:
-        """Start to reduce the gradients of the unit's groups. Collective.
-
-        Args:
-            is_last: Whether no other reduction is expected before the step.
-        """
-        self._reduces += [
-            group.gradient.reduce(self.name, is_last=is_last)
-            for group in self.trained
-            if not group.is_idle
-        ]
-
-    def complete_sums(self) -> None:
-        """Start to sum the reduced gradients over replicas, once per step. Collective."""
-        self._reduces += [
-            group.gradient.reduction.complete(self.name)
-            for group in self.trained
-            if not group.is_idle
-        ]
+    def start_reduces(self, start: Callable[[ParamGroup], Pending]) -> None:
+        """Start a reduction (`start`) of each trained group. Collective."""
+        self._reduces += [start(group) for group in self.trained if not group.is_idle]
 
     def issue_reduces(self) -> None:
         """Send the messages of reductions that have not been sent yet. Collective."""

@@ -12,7 +12,7 @@ from deepseek_zero.planner.spec import Placement, R, S, Spec
 from deepseek_zero.precision.policy import cast_master
 from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.main_weight import MasterWeight
-from deepseek_zero.sharding.param_ranges import local_range, owned_range
+from deepseek_zero.sharding.param_ranges import local_range, owned_range, write_main
 from deepseek_zero.sharding.split_main_weight import SplitMasterWeight
 from deepseek_zero.sharding.whole_values import main_values
 
@@ -27,7 +27,7 @@ def master_of(kind: str, placement: Placement, values: Tensor) -> MasterWeight:
     if kind == "split":
         weight = FlatBuffer.empty(LAYOUT, Spec(placement, torch.bfloat16), torch.device("cpu"))
         master = SplitMasterWeight(buffer, torch.float32, weight)
-    master.write(0, values.numel(), values)
+    write_main(master, 0, values)
     return master
 
 
@@ -49,7 +49,7 @@ def test_written_values_are_read_back_and_the_callers_are_unchanged(
     assert torch.equal(main_values(master).memory, values)
     assert main_values(master).spec == Spec(placement, torch.float32)
     assert (master.in_place_view(3, 5) is None) == master.is_split == (kind == "split")
-    master.write(100, 103, torch.tensor([1.0, 2.0, 1e-42]))
+    write_main(master, 100, torch.tensor([1.0, 2.0, 1e-42]))
     assert master.read(99, 104).tolist() == [values[99], 1.0, 2.0, torch.tensor(1e-42), values[103]]
 
 
