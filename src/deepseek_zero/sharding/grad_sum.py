@@ -18,7 +18,7 @@ from ..planner.spec import S, Spec
 from ..tiers.tier import Tier
 from .buffer import FlatBuffer, StateGuard
 from .group import Group
-from .param_ranges import updated_ranges
+from .param_ranges import updated_parts
 from .pool import has_pages_to_return
 
 
@@ -250,7 +250,5 @@ def _squares(group: Group, values: Tensor, first: int) -> Squares:
         values = group.comm_ctx.copy_engine.to_host(values)
     parts = [(values, first)]
     if group.not_updated:
-        last = first + values.numel()
-        ranges = [(max(start, first), min(stop, last)) for start, stop in updated_ranges(group)]
-        parts = [(values[low - first : high - first], low) for low, high in ranges if low < high]
+        parts = updated_parts(group, values, first)
     return squares_of_parts(parts, device, group.comm_ctx.comm.threads)

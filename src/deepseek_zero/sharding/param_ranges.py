@@ -60,13 +60,23 @@ def local_range(buffer: FlatBuffer, slot: Slot, rank: int) -> tuple[int, int, in
     return start, start + end - place, place
 
 
-def updated_ranges(group: Group) -> list[tuple[int, int]]:
-    """Return the ranges [start, stop) of the layout that the optimizer updates.
-
-    Adjacent parameters are merged into one range.
+def updated_parts(group: Group, values: Tensor, first: int) -> list[tuple[Tensor, int]]:
+    """Return the parts of a gradient that the optimizer updates, with their positions.
 
     Args:
         group: The parameter group.
+        values: Elements of the gradient, flat.
+        first: The index of their first element in the layout.
+    """
+    last = first + values.numel()
+    ranges = [(max(start, first), min(stop, last)) for start, stop in _updated_ranges(group)]
+    return [(values[low - first : high - first], low) for low, high in ranges if low < high]
+
+
+def _updated_ranges(group: Group) -> list[tuple[int, int]]:
+    """Return the ranges [start, stop) of the layout that the optimizer updates.
+
+    Adjacent parameters are merged into one range.
     """
     found = list[tuple[int, int]]()
     for number, member in enumerate(group.members):
