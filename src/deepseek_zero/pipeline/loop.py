@@ -493,7 +493,8 @@ class PlainLoop:
     def forget(self) -> None:
         """Discard the record of all forward calls of the step.
 
-        The method is called after the gradients of these calls were used by a step or discarded.
+        The method is called after the gradients of these calls were discarded. `before_step` has
+        the same effect on the record.
         """
         self._open.clear()
         self._added = 0

@@ -40,8 +40,8 @@ class Additions:
         Args:
             units: The planned units of the model, the root first.
             settings: The ZeRO stage, dtypes, sizes and memories of the run.
-            updates_in_forward: The attribute.
-            ahead: The attribute.
+            updates_in_forward: The numbers of units whose update may run in the next forward.
+            ahead: The numbers of units that may be updated during backward, before the step.
         """
         all_reduced = [
             number

@@ -20,7 +20,7 @@ class Driver(Protocol):
         """
 
     def forget(self) -> None:
-        """Reset the driver after gradients were discarded or used by a step."""
+        """Reset the driver after gradients were discarded."""
 
 
 class FiniteRecords(Protocol):

@@ -161,8 +161,6 @@ class Runtime:
         """
         if drop:
             self.backward.drop_grads()
-        elif (driver := self.backward.driver()) is not None:
-            driver.forget()
         self.step.backwards = 0
         if not self.gathers.order_is_agreed:
             self.replan(self.gathers.agree_on_order())
