@@ -273,7 +273,10 @@ _ROWS = (
         switch="enabled",
         keys="enabled verbose prof_all debug prof_ops",
         part=Milestone.CLIENTS,
-        alternative="nothing is logged; `records` has the bytes of every step",
+        alternative=(
+            "only the program's own calls of deepspeed.comm are logged; `records` has the bytes "
+            "of every step"
+        ),
     ),
     NotBuilt(
         "autotuning",
@@ -340,7 +343,11 @@ _ROWS = (
             "training"
         ),
     ),
-    NotBuilt("weight_quantization", "Quantised weights for inference."),
+    NotBuilt(
+        "weight_quantization",
+        "Quantised weights for inference.",
+        default={},
+    ),
     NotBuilt("quantize_training", "Quantise during training, by a schedule.", default={}),
 )
 

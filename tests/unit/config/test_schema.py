@@ -129,6 +129,7 @@ CLIENTS: dict[str, dict[str, Any]] = {
         "data_types": {"grad_accum_dtype": "fp32"},
         "checkpoint": {"use_node_local_storage": False},
         "hybrid_engine": {"enabled": False},
+        "weight_quantization": {"enabled": False},
     },
 }
 

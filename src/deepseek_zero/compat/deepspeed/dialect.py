@@ -13,6 +13,7 @@ neither destroys its first engine.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ from .accelerate_ranks import (
     without_accelerates_wrapper,
 )
 from .before_initialize import tensor_parallel_statement
-from .comm import init_distributed
+from .comm import configure, init_distributed
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine, curriculum_loader
 from .module_copies import allow_copies
@@ -215,6 +216,7 @@ class DeepSpeedDropIn(DeepSpeedNames):
             import_module(".muon", __package__).mark_parameters(model)
         defaults.round_values(model, raw)
         defaults.cast_buffers(model, raw)
+        log_calls(raw.not_built.get("comms_logger") or {})
         self._autocast_modules = raw.not_built.get("torch_autocast.lower_precision_safe_modules")
         statements = (*accelerate_statements(), *request.mesh_statements)
         return replace(request, mesh_statements=statements, drops_idle_schedule=True)
@@ -246,6 +248,13 @@ class DeepSpeedDropIn(DeepSpeedNames):
         groups.make_groups(engine.mesh)
         if engine.runtime.settings.stage < 3:
             allow_copies(engine.module)
+
+
+def log_calls(section: Mapping[str, Any]) -> None:
+    """Log the program's calls of `deepspeed.comm` if the section `comms_logger` enables this."""
+    if section.get("enabled"):
+        names = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
+        configure(**{"prof_all": True, **{key: section[key] for key in names if key in section}})
 
 
 def _layers_of(model: nn.Module) -> nn.Module | None:

@@ -17,9 +17,9 @@ from pathlib import Path
 from ...base.errors import UsageError
 
 DIRECTORY = Path(__file__).parent / "_dropin"
-# `deepspeed` and `ds_report` for programs started by `deepseek-zero exec`
+# `deepspeed`, `ds_report` and their short names for programs started by `deepseek-zero exec`
 PROGRAMS = DIRECTORY / "bin"
-PYTHON = "DEEPSEEK_ZERO_PYTHON"  # the Python that those two programs start
+PYTHON = "DEEPSEEK_ZERO_PYTHON"  # the Python that those programs start
 # If 1, every Python of this environment starts with the drop-in (deepseek_zero_dropin.pth).
 SWITCH = "DEEPSEEK_ZERO_AS_DEEPSPEED"
 

@@ -64,7 +64,8 @@ class InferenceEngine(nn.Module):
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> InferenceEngine:
     """Return an engine that runs a model for inference, with a whole copy on each rank.
 
-    Options that only select DeepSpeed's kernels have no effect and cause a warning.
+    Options that only select DeepSpeed's kernels, or the number of ranks that share a model, have no
+    effect and cause a warning.
 
     Args:
         model: The model. It is cast, moved to this rank's device and set to evaluation mode.
@@ -76,7 +77,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
 
     Raises:
         ConfigError: An option is unknown, or differs between `config` and `kwargs`.
-        NotBuiltError: An option requires several ranks, quantization or a checkpoint to load.
+        NotBuiltError: An option requires quantization or a checkpoint to load.
     """
     if isinstance(config, str | PathLike):
         config = json.loads(Path(config).read_text(encoding="utf-8"))
@@ -86,12 +87,18 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
             raise ConfigError(f"init_inference got two values of {name}: {value!r} in config.")
         if name not in _WITHOUT_EFFECT | _ACCEPTED | _RANKS | _NOT_BUILT:
             raise ConfigError(f"init_inference has no option {name}.", fix="leave it out.")
-        if (name in _RANKS and _size(value) > 1) or (name in _NOT_BUILT and value):
+        if name in _NOT_BUILT and value:
             raise _not_built(name, value)
     if named := sorted(name for name in options if name in _WITHOUT_EFFECT and options[name]):
         log_once(
             f"init_inference ignores {', '.join(named)}: the model runs as it is, with PyTorch's "
             "kernels.",
+            logging.WARNING,
+        )
+    if split := sorted(name for name in options if name in _RANKS and _size(options[name]) > 1):
+        log_once(
+            f"init_inference does not split the model ({', '.join(split)}): each rank runs a whole "
+            "copy, with the same results.",
             logging.WARNING,
         )
     dtype = options.get("dtype", torch.float16)

@@ -73,8 +73,6 @@ def test_options_are_read_from_a_file(as_deepspeed: None, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "options",
     [
-        {"mp_size": 2},
-        {"tensor_parallel": {"tp_size": 2}},
         {"dtype": torch.int8},
         {"checkpoint": "weights.json"},
         {"quant": {"enabled": True}},
@@ -88,3 +86,19 @@ def test_options_that_would_change_the_result_are_refused(
 
     with pytest.raises(NotBuiltError, match=rf"init_inference\({next(iter(options))}="):
         deepspeed.init_inference(Model(), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mp_size": 2}, {"tensor_parallel": {"tp_size": 2}}, {"ep_size": 2}],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_number_of_ranks_that_share_a_model_causes_a_warning(
+    options: dict[str, Any], as_deepspeed: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank runs the whole model, which has the same outputs."""
+    import deepspeed
+
+    engine = deepspeed.init_inference(Model(), dtype=torch.float32, **options)
+    assert engine.shift.dtype == torch.float32
+    assert f"does not split the model ({next(iter(options))})" in caplog.text
