@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from ..base.errors import UsageError
 from ..base.log import log_once
@@ -10,7 +11,8 @@ from ..comm.agreement import agree, agree_on, values_in
 from ..comm.collectives import Comm
 from ..sharding.runtime import Runtime
 from .shard_set import ShardSet
-from .verdict import Verdict, absent_among
+from .step_message import StepMessage
+from .verdict import StepFlags, Verdict, absent_among, agree_on_norm, root_of
 
 
 def compare_optimizers(shards: ShardSet) -> None:
@@ -105,6 +107,35 @@ def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
             "use a block's parameters in one checkpoint (or none) of the forward, or leave the "
             "gradients as they are.",
         )
+
+
+def agree_over_pieces(runtime: Runtime, extra: StepMessage) -> Verdict:
+    """Compute the gradient norm of all model pieces, and exchange the other facts about the step.
+
+    The pieces are the stages of a pipeline and the parts of tensor parallelism.
+
+    Args:
+        runtime: The runtime of this rank's piece.
+        extra: Fields that are sent with the norm; the same fields on every rank.
+
+    Returns:
+        The norm and the facts, equal on every rank of the world.
+
+    Note:
+        Collective over the world.
+    """
+    comm = runtime.comm
+    verdict = agree_on_norm(runtime, extra)
+    counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
+    message = StepMessage()
+    message.add("flags", verdict.flags)
+    message.add("square", [sum(square for group, square in counted if group.planned.is_counted)])
+    message.add_all(extra)
+    fields = message.exchange(comm.whole, "gradient norm of all pieces")
+    # `pieces` has the first rank of each model piece.
+    total = sum(fields["square"][first][0] for first in comm.pieces)
+    flags = StepFlags.of_ranks(fields["flags"])
+    return replace(verdict, norm=root_of(total), flags=flags, fields=fields)
 
 
 def equalise_edits(runtime: Runtime) -> None:

@@ -15,9 +15,13 @@ from ..planner.messages import MAX_IN_FLIGHT
 from ..sharding.late_gradients import reduce_late
 from .inner_step import Decision
 from .master_shard import tiles_by_group
-from .model_pieces import agree_over_pieces
 from .nonfinite import NonFiniteReport
-from .rank_agreement import equalise_edits, refuse_disagreement, report_idle
+from .rank_agreement import (
+    agree_over_pieces,
+    equalise_edits,
+    refuse_disagreement,
+    report_idle,
+)
 from .shard_set import ShardSet
 from .step_message import StepMessage
 from .verdict import StepResult, Verdict, agree_on_norm, clip_factor
