@@ -163,6 +163,7 @@ def test_an_exit_handler_still_finds_the_scripts_main(tmp_path: Path) -> None:
     [
         ("sys.exit(3)", 3, "no traceback"),
         ("os._exit(4)", 4, "no traceback"),
+        ("raise KeyboardInterrupt", 130, "interrupted"),
         ("sys.exit('that is all')", 1, "that is all"),
         ("raise ValueError('boom')", 1, "ValueError: boom"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),

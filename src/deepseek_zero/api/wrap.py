@@ -254,7 +254,9 @@ class ZeroOptimizer(ScalesItself, Optimizer):
     Args:
         params: Parameters or parameter groups to update.
         lr: Learning rate.
-        optimizer_type: Name of an optimizer, such as "adam", "adamw", "lion" or "muon".
+        optimizer_type: Name of an optimizer, such as "adam", "adamw", "lion" or "muon". As in
+            DeepSpeed, the weight decay of "adam" is decoupled as in AdamW; with
+            ``adam_w_mode=False`` it is that of `torch.optim.Adam`.
         **options: Further arguments of that optimizer, such as `betas`.
     """
 
@@ -388,6 +390,10 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
         Args:
             state_dict: State of the optimizer, in the format of `torch.optim.Optimizer`.
+
+        Raises:
+            UsageError: A model has been wrapped, and the state belongs to another optimizer, model,
+                rank, world size or stage.
         """
         self._attach().load_state_dict(state_dict)
 

@@ -338,7 +338,11 @@ SAVED = (
     "It saved a checkpoint and ended, as ranks do after a request to end; the other ranks kept "
     "running."
 )
+INTERRUPTED = (
+    "It was interrupted: it received SIGINT, as after Ctrl-C, or raised KeyboardInterrupt."
+)
 SILENT_EXIT = "It left no traceback: it ended by sys.exit(code) or os._exit(code)."
+STORIES = {SAVED_EXIT_CODE: SAVED, 128 + signal.SIGINT: INTERRUPTED}  # by exit code
 
 
 @dataclass(frozen=True)
@@ -401,7 +405,7 @@ class Death:
         if self.report:
             return self.report.text.rstrip()
         if self.code >= 0:
-            return SAVED if self.code == SAVED_EXIT_CODE else SILENT_EXIT
+            return STORIES.get(self.code, SILENT_EXIT)
         with suppress(ValueError):
             if signal.Signals(-self.code) in NO_TRACEBACK:
                 return NO_TRACEBACK[signal.Signals(-self.code)]

@@ -402,7 +402,13 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
     """
 
     def choose() -> tuple[str, str]:
-        if tag is None and is_checkpoint(folder) and not tags_in(folder):
+        if folder.is_file():
+            raise CheckpointError(
+                f"load_checkpoint() got the file '{folder}'.",
+                "It loads from a directory of checkpoints, which save_checkpoint() was given.",
+                "pass that directory; weights in a safetensors file are loaded by load_weights().",
+            )
+        if tag in (None, NEWEST) and is_checkpoint(folder) and not tags_in(folder):
             return "itself", folder.absolute().name
         named = latest_tag(folder) if tag is None else tag
         # The name of a checkpoint takes precedence over its meaning

@@ -98,7 +98,12 @@ def saved_states(shards: ShardSet) -> dict[str, Any]:
     ]
     # Not `Optimizer.state_dict`, because the class of the inner optimizer may override it
     inner = type(shards.inner).state_dict(shards.inner)
-    return {"inner": inner, "updates": shards.updater.updates, "stretches": stretches}
+    return {
+        "inner": inner,
+        "updates": shards.updater.updates,
+        "stretches": stretches,
+        "identity": _identity(shards),
+    }
 
 
 def load_saved_states(shards: ShardSet, state: dict[str, Any]) -> None:
@@ -107,12 +112,62 @@ def load_saved_states(shards: ShardSet, state: dict[str, Any]) -> None:
     Args:
         shards: The shards whose states are replaced.
         state: The result of `saved_states`.
+
+    Raises:
+        UsageError: The state belongs to another optimizer, model, rank, world size or stage, or is
+            not a result of `saved_states`. No state has changed.
     """
+    _refuse_foreign(shards, state)
     discard_updates(shards)
     shards.updater.updates = int(state["updates"])
     reset_states(shards)
     shards.cut_as(state.get("stretches"))
     load_inner(shards, state["inner"])
+
+
+def _identity(shards: ShardSet) -> dict[str, Any]:
+    """Return what must be equal so that the states of this rank's shards fit, by its name."""
+    plan = shards.runtime.plan
+    shapes = {
+        member.name: tuple(member.param.shape)
+        for group in shards.runtime.groups
+        for member in group.members
+    }
+    return {
+        "optimizer": type(shards.inner).__name__,
+        "stage": plan.settings.stage,
+        "number of ranks": plan.mesh.world_size,
+        "rank": plan.mesh.rank,
+        "parameters": [
+            [(name, shapes.get(name)) for name in names] for names in shards.names_by_group
+        ],
+    }
+
+
+def _refuse_foreign(shards: ShardSet, state: Any) -> None:
+    """Raise an error if a state does not belong to the shards of this rank."""
+    fix = (
+        "load the state on the rank that saved it, with the same model, optimizer, number of ranks "
+        "and stage; engine.save_checkpoint() writes states that fit any number of ranks and stage."
+    )
+    if not isinstance(state, dict) or not {"inner", "updates"} <= state.keys():
+        raise UsageError(
+            "load_state_dict() got what state_dict() of a sharded optimizer did not return.",
+            "The states of a sharded optimizer belong to the slices of one rank.",
+            fix,
+        )
+    saved = state.get("identity", {})
+    for key, here in _identity(shards).items():
+        if key not in saved or saved[key] == here:
+            continue
+        told = f"{key} {saved[key]!r}, and this optimizer has {here!r}"
+        if key == "parameters":
+            told = "other parameters, shapes or parameter groups than this optimizer"
+        raise UsageError(
+            f"the optimizer state to load has {told}.",
+            "The states belong to the slices of one rank, and would be applied to other elements.",
+            fix,
+        )
 
 
 def load_inner(shards: ShardSet, state: dict[str, Any]) -> None:

@@ -130,7 +130,14 @@ class TorchInterface(ScalesItself, Optimizer):
         return {**saved_states(self.shard_set), "scaler": scaler, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict` of the same rank, world size and stage."""
+        """Load a `state_dict` of the same rank, world size and stage.
+
+        Args:
+            state: The result of `state_dict`.
+
+        Raises:
+            UsageError: The state belongs to another optimizer, model, rank, world size or stage.
+        """
         load_saved_states(self.shard_set, state)
         self.steps = int(state.get("steps", self.shard_set.updater.updates))
         if self.scaler is not None and state.get("scaler") is not None:

@@ -159,3 +159,39 @@ def test_hooks_of_the_optimizer_run_once_around_each_call(is_wrapped: bool) -> N
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert calls == ["before step", "after step", "before save", "after load"]
+
+
+def state_after_a_step(
+    stage: int, kind: str, width: int
+) -> tuple[ZeroOptimizer, dict[str, object]]:
+    model = nn.Linear(width, 2)
+    DeepSeekZeRO3(model, stage=stage)
+    optimizer = ZeroOptimizer(model.parameters(), lr=0.1, optimizer_type=kind)
+    model(torch.ones(3, width)).sum().backward()
+    optimizer.step()
+    return optimizer, optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "width", "told"),
+    [
+        (1, "adamw", 4, "stage 1"),
+        (2, "sgd", 4, "optimizer 'SGD'"),
+        (2, "adamw", 6, "other parameters, shapes"),
+    ],
+)
+def test_a_state_dict_of_another_optimizer_model_or_stage_is_refused(
+    stage: int, kind: str, width: int, told: str
+) -> None:
+    optimizer, own = state_after_a_step(2, "adamw", 4)
+    _, foreign = state_after_a_step(stage, kind, width)
+    with pytest.raises(DeepSeekZeroError, match=told):
+        optimizer.load_state_dict(foreign)
+    optimizer.load_state_dict(own)
+
+
+def test_a_state_dict_of_a_plain_optimizer_is_refused() -> None:
+    optimizer, _ = state_after_a_step(2, "adamw", 4)
+    plain = torch.optim.AdamW(nn.Linear(4, 2).parameters())
+    with pytest.raises(DeepSeekZeroError, match="did not return"):
+        optimizer.load_state_dict(plain.state_dict())

@@ -288,6 +288,18 @@ def test_loading_the_latest_checkpoint_loads_the_latest_valid_one(
     assert (path, engine.global_steps) == (str(directory / "global_step2"), 2)
 
 
+def test_loading_a_file_raises_an_error_that_names_it(directory: Path) -> None:
+    file = directory / "global_step3" / RANK_0
+    for tag in (None, "newest"):
+        with pytest.raises(CheckpointError, match="got the file"):
+            build().load_checkpoint(file, tag=tag)
+
+
+def test_the_newest_checkpoint_of_a_checkpoint_is_itself(directory: Path) -> None:
+    path, _ = build().load_checkpoint(directory / "global_step2", tag="newest")
+    assert path == str(directory / "global_step2")
+
+
 # -- leftovers
 
 
