@@ -392,7 +392,6 @@ PATHS = {
     "sequence_parallel_size": "mesh.sp",
     "mpu": "client_mpu",
     "monitor": "observer.monitor",
-    "timers": "observer.timers",
 }
 
 ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
@@ -499,6 +498,15 @@ class DeepSpeedEngine(ZeroEngine):
             return super().forward(*args, **kwargs)
         except BatchMismatchError as error:
             raise BatchMismatchError(f"{error.what.partition(': ')[0]}.") from error
+
+    @cached_property
+    def timers(self) -> Any:
+        """Return the timers of this engine by DeepSpeed's names, for example `timers("fwd")`.
+
+        The engine measures only with `wall_clock_breakdown`, and resets its timers when it logs
+        them.
+        """
+        return import_module(".profiling", __package__).MeasuredTimers(self.observer.timers)
 
     @cached_property
     def tput_timer(self) -> Any:

@@ -18,6 +18,7 @@ from ...base.errors import UsageError
 from ...base.quantities import format_bytes, format_count, format_seconds
 from ...report.flops import ForwardCost, ModuleCost, flops_table
 from ...report.timers import Timer as Watch
+from ...report.timers import Timers
 
 
 class FlopsProfiler:
@@ -395,6 +396,31 @@ class SynchronizedWallClockTimer:
         for name in found if reset else ():
             self.timers[name].reset()
         return found
+
+
+# DeepSpeed's names of an engine's timers -> this library's
+_ENGINE_TIMERS = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "bwd_inner": "backward",
+    "bwd_allreduce": "reduce",
+    "step": "step",
+}
+_ENGINE_TIMERS |= {f"{name}_microstep": own for name, own in _ENGINE_TIMERS.items()}
+
+
+class MeasuredTimers(SynchronizedWallClockTimer):
+    """The timers of an engine, under DeepSpeed's names. A program may add its own.
+
+    Args:
+        measured: Timers of the engine; None if it measures nothing (`wall_clock_breakdown`).
+    """
+
+    def __init__(self, measured: Timers | None) -> None:
+        super().__init__()
+        if measured is not None:
+            for name, own in _ENGINE_TIMERS.items():
+                self.timers[name] = Timer(name, measured[own])
 
 
 class NoopTimer:

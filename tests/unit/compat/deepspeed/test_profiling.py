@@ -82,3 +82,18 @@ def test_a_profile_names_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     profiler.print_model_profile(detailed=False)
     profiler.end_profile()
     assert capsys.readouterr().out.splitlines()[1].split() == ["data", "parallel", "size:", "4"]
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_an_engines_timers_have_deepspeeds_names(is_measured: bool) -> None:
+    config = {"optimizer": {"type": "Adam"}, "wall_clock_breakdown": is_measured}
+    engine = make({**config, "steps_per_print": 100})
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+    assert engine.timers.has_timer("fwd") is is_measured
+    for name in ("fwd", "bwd", "step", "fwd_microstep"):
+        assert (engine.timers(name).elapsed(reset=False) > 0) is is_measured
+    engine.timers("mine").start()
+    engine.timers("mine").stop()
+    assert engine.timers("mine").elapsed() > 0
