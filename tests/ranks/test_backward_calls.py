@@ -424,6 +424,20 @@ def test_two_alternating_models_train_like_plain_torch(stage: int) -> None:
             torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_a_backward_of_a_forward_before_the_last_step_is_reported_once(
+    stage: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = deepseek_zero.initialize(model=net(3), config=config(stage, "fp32"))[0]
+    early = [one(engine(data(0, 0))) for _ in range(2)]
+    engine.backward(one(engine(data(0, 0))))
+    assert "before the last step()" not in caplog.text
+    engine.step()
+    for loss in early:
+        engine.backward(loss)
+    assert caplog.text.count("before the last step()") == 1
+
+
 # -- the plain loop
 
 

@@ -129,6 +129,7 @@ class Step:
             shards.updater.updates = made.number
         if due is None:
             return
+        self.runtime.step.updates += 1
         for group in self.runtime.trained_groups:
             group.weight_gather.changed()
         self._update_and_refresh(due)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.device import backward_id, queue_backward_callback
+from ..base.log import log_once
 from ..base.meter import BETWEEN
 from .attached import Driver
 from .comm_context import CommContext
@@ -22,6 +24,13 @@ from .param_group import ParamGroup
 from .reduce_lane import ReduceLane
 from .step_state import Phase, StepState
 from .tiles import LayerTiles
+
+OLD_FORWARD = (
+    "a backward belongs to a forward that ran before the last step(): its gradients are computed "
+    "with the updated weights, so they are not those of that forward.  PyTorch raises an error in "
+    "this case.\n"
+    "  What to do: call backward before step(), or run the forward again after step()."
+)
 
 
 class Backward:
@@ -57,6 +66,7 @@ class Backward:
         self.tiles = LayerTiles(gathers, self.step)
         self.driver: Callable[[], Driver | None] = lambda: None
         self._number = -1  # `backward_id` of the current backward
+        self._warned_of_old_forward = False
 
     def _trained_groups(self) -> list[ParamGroup]:
         return [group for unit in self.units for group in unit.trained]
@@ -83,10 +93,21 @@ class Backward:
             is_first: Whether it is the unit's first use in this forward, which backward reaches
                 last.
         """
-        output.register_hook(weak_hook(self, Backward.on_output_grad, unit, is_first))
+        updates = self.step.updates
+        output.register_hook(weak_hook(self, Backward.on_output_grad, unit, is_first, updates))
 
-    def on_output_grad(self, number: int, is_first: bool, grad: Tensor) -> None:
-        """Unshard a unit, because a gradient has reached an output (see `watch_output`)."""
+    def on_output_grad(self, number: int, is_first: bool, updates: int, grad: Tensor) -> None:
+        """Unshard a unit, because a gradient has reached an output (see `watch_output`).
+
+        Args:
+            number: The number of the unit.
+            is_first: As in `watch_output`.
+            updates: The number of updates of the weights before the unit's forward.
+            grad: The gradient of the output.
+        """
+        if updates != self.step.updates and not self._warned_of_old_forward:
+            self._warned_of_old_forward = True
+            log_once(OLD_FORWARD, logging.WARNING)
         unit = self.units[number]
         gathers = self.gathers
         reductions = self.reductions

@@ -62,6 +62,7 @@ class StepState:
         parts: The modules of the root that run outside the forward of the model, outermost first.
         forwards: The number of forwards with gradients since the last backward.
         backwards: The number of backwards since the last step.
+        updates: The number of updates of the weights.
         is_boundary: Whether the next backward is the last one of gradient accumulation.
         has_gradients: Whether a gradient has arrived since gradients were dropped.
         is_graphless: Whether a loss since the last step required no gradient.
@@ -74,6 +75,7 @@ class StepState:
         self.parts: list[nn.Module] = []
         self.forwards = 0
         self.backwards = 0
+        self.updates = 0
         self.is_boundary = True
         self.has_gradients = False
         self.is_graphless = False
