@@ -210,7 +210,18 @@ def _schedule(parts: Parts, request: Request) -> Any:
         )
     if given is not None:
         is_factory = callable(given) and not hasattr(given, "step")
-        return given(parts.optimizer) if is_factory else given
+        if is_factory:
+            return given(parts.optimizer)
+        scheduled = getattr(given, "optimizer", None)
+        own = (request.optimizer, parts.optimizer, parts.optimizer.inner)
+        if type(scheduled).__module__.startswith("torch.optim") and scheduled not in own:
+            log_once(
+                "the learning-rate schedule belongs to another optimizer than the engine's, whose "
+                "learning rate it does not change.\n  What to do: pass to initialize the optimizer "
+                "of the schedule, or a callable that creates the schedule from an optimizer.",
+                logging.WARNING,
+            )
+        return given
     assert parts.schedule is not None
     name, params = parts.schedule
     return resolve_schedule(name, params, parts.optimizer)

@@ -107,3 +107,17 @@ def test_open_memories_need_budgets_and_are_placed_by_them() -> None:
 def test_a_rank_that_is_not_of_the_world_is_refused(ranks: int, rank: int, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         deepseek_zero.plan(on_meta(1), ranks=ranks, rank=rank)
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_a_schedule_of_another_optimizer_is_reported(
+    is_foreign: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    foreign = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(foreign if is_foreign else own, 1)
+    deepseek_zero.initialize(
+        model=model, optimizer=own, lr_scheduler=schedule, config={"train_batch_size": 1}
+    )
+    assert ("belongs to another optimizer" in caplog.text) == is_foreign
