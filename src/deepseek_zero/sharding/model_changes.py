@@ -185,9 +185,17 @@ def _params_added_to(
 
 def _refuse_trained(new_params: Sequence[tuple[str, nn.Parameter]], *, only_warn: bool) -> None:
     """Raise an error if a parameter that was added after wrapping requires a gradient."""
-    new = next((name for name, param in new_params if param.requires_grad), None)
-    if new is None:
+    added = next((each for each in new_params if each[1].requires_grad), None)
+    if added is None:
         return
+    new, param = added
+    if not isinstance(param, nn.Parameter):
+        raise UsageError(
+            f"parameter '{new}' of a wrapped model is replaced by a tensor, as by "
+            "torch.func.functional_call.",
+            "The engine reduces gradients and updates weights of its own parameters only.",
+            "call functional_call with a copy of the model that is not wrapped.",
+        )
     if only_warn:
         log_once(
             f"parameter '{new}' joined the model after initialize(): each rank keeps it whole, and "

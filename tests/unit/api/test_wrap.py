@@ -195,3 +195,11 @@ def test_a_state_dict_of_a_plain_optimizer_is_refused() -> None:
     plain = torch.optim.AdamW(nn.Linear(4, 2).parameters())
     with pytest.raises(DeepSeekZeroError, match="did not return"):
         optimizer.load_state_dict(plain.state_dict())
+
+
+def test_functional_call_of_a_wrapped_model_is_refused_with_its_name() -> None:
+    model = nn.Linear(4, 2)
+    DeepSeekZeRO3(model, stage=1)
+    values = {name: param * 0.9 for name, param in model.named_parameters()}
+    with pytest.raises(DeepSeekZeroError, match="functional_call"):
+        torch.func.functional_call(model, values, (torch.ones(3, 4),))
