@@ -12,10 +12,11 @@ validator does not know the path of its value. pydantic then checks the bounds o
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from numbers import Integral, Real
@@ -35,6 +36,8 @@ _FEW = 3  # a key in more sections (enabled, dtype) is not suggested
 _ZERO = "zero_optimization"
 _SCHEMA = "$schema"  # read by editors, which check the file with it
 _DEEPEST = 30
+# A value in the place of a section is probably meant for the first of these keys that it has
+_MAIN_KEYS = ("stage", "device", "type")
 _LONGEST_NAME = 100  # longer names are not compared with others
 
 
@@ -162,18 +165,22 @@ class Normaliser:
         return values
 
     def _enter(self, model: type[Section], value: Any, path: str) -> Any:
-        inner = self._object(value, path, has_switch="enabled" in model.model_fields)
+        inner = self._object(value, path, model.model_fields)
         return _SILENT if inner is None else self._section(model, inner, path + ".")
 
-    def _object(self, value: Any, path: str, *, has_switch: bool) -> Mapping[str, Any] | None:
-        """Return the object of a section, or None.
+    def _object(self, value: Any, path: str, names: Collection[str]) -> Mapping[str, Any] | None:
+        """Return the object of a section with keys of these names, or None.
 
         Null and "auto" state nothing. Other values are recorded as a problem.
         """
         if isinstance(value, Mapping):
             return value
         if value is not None and _word(value) not in (*_NULLS, AUTO):
-            example = '{"enabled": true}' if has_switch else "{...}"
+            example = "{...}"
+            if "enabled" in names:
+                example = '{"enabled": true}'
+            elif key := next((key for key in _MAIN_KEYS if key in names), None):
+                example = f'{{"{key}": {json.dumps(value, default=repr)}}}'
             self.problems.add(
                 path, "must be an object", f"write {example}, or null for its defaults", value
             )
@@ -186,7 +193,7 @@ class Normaliser:
             if found is not _SILENT:
                 self.not_built[row.path] = found
             return
-        inner = self._object(value, row.path, has_switch=row.switch == "enabled")
+        inner = self._object(value, row.path, row.defaults)
         if inner is None:
             return
         stated: Values = {}
@@ -319,6 +326,8 @@ def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
     close = difflib.get_close_matches(name, siblings, n=1, cutoff=0.75)
     if close:
         return f"did you mean {prefix}{close[0]}?"
+    if "params" in siblings:
+        return f"write {prefix}params.{name} if it is an option of the {prefix[:-1]}"
     if 0 < len(homes) <= _FEW:
         return f"it belongs at {' or '.join(homes)}"
     anywhere = difflib.get_close_matches(name, [*siblings, *_homes()], n=1, cutoff=0.6)
