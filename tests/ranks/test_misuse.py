@@ -725,3 +725,23 @@ def test_ranks_that_handle_the_same_error_wait_for_each_other() -> None:
         if dist.get_rank() != late:
             time.sleep(4 * base.POLL_SECONDS)
         comm.barrier("the second after the error")
+
+
+@on_two_ranks
+def test_a_forked_process_that_uses_sharded_weights_gets_an_error(tmp_path: Path) -> None:
+    engine = engine_for(Model(), STAGE_3)
+    found = tmp_path / f"{dist.get_rank()}.txt"
+    child = os.fork()
+    if child == 0:
+        try:
+            with torch.no_grad():
+                engine(torch.ones(2, WIDTH))
+        except UsageError as error:
+            found.write_text(str(error))
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "forked from a rank" in found.read_text()
+    if dist.get_rank() == 0:
+        time.sleep(4 * base.POLL_SECONDS)  # rank 1 would see an error that the child had posted
+    engine(torch.ones(2, WIDTH))

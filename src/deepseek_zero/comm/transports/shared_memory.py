@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...base.errors import UsageError
 from ...base.memory import Segment
 from ..bootstrap import Hosts, all_gather_text
 from ..ids import CollectiveId, engine_of, tag_of
@@ -581,8 +582,9 @@ class LocalSockets:
         for connection in sockets.values():
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
+        self._is_forked = False
         # A forked child, such as a data loader's, would keep this rank seemingly alive
-        os.register_at_fork(after_in_child=self.close)
+        os.register_at_fork(after_in_child=self._close_in_child)
 
     def send(self, rank: int, message: SharedMessage) -> None:
         """Send a message now, or as soon as the receiver's queue accepts it.
@@ -592,7 +594,11 @@ class LocalSockets:
         Args:
             rank: The world rank of the receiver.
             message: Message to send.
+
+        Raises:
+            UsageError: This process was forked from a rank.
         """
+        self._refuse_forked()
         check = message.tag & 0xFFFFFFFF
         tag = message.tag >> 32
         header = _HEADER.pack(
@@ -652,7 +658,12 @@ class LocalSockets:
         self._poll.poll(min(seconds, longest) * 1000)
 
     def receive(self) -> Iterator[tuple[int, SharedMessage]]:
-        """Yield the senders and messages that have arrived, without waiting."""
+        """Yield the senders and messages that have arrived, without waiting.
+
+        Raises:
+            UsageError: This process was forked from a rank.
+        """
+        self._refuse_forked()
         if self._unsent:
             self._flush()
         for descriptor, _ in self._poll.poll(0):
@@ -684,6 +695,20 @@ class LocalSockets:
         if rank not in self.gone:
             self.gone.add(rank)
             self._poll.unregister(self._sockets[rank])
+
+    def _close_in_child(self) -> None:
+        self._is_forked = True
+        self.close()
+
+    def _refuse_forked(self) -> None:
+        if self._is_forked:
+            raise UsageError(
+                f"a process that was forked from a rank called a collective (pid {os.getpid()}).",
+                "Sharded weights are gathered from other ranks, and only the rank's own process "
+                "is connected to them.",
+                "use the model in the process of the rank, or give the other process a copy of "
+                "its state_dict().",
+            )
 
     def close(self) -> None:
         """Close the sockets; the other ranks then treat this rank as ended."""
