@@ -216,7 +216,7 @@ def run(
     if layout.is_split or layout.published is not None:
         used.append(arrays.other)
     if not all(len(each) == numel and each.flags.c_contiguous for each in used):
-        # The loop would read and write memory behind an array
+        # The loop would read and write memory outside the arrays
         raise ValueError(f"the arrays are not all contiguous with {numel} elements each")
     numbers = [*map(float, scalars), factor]
 

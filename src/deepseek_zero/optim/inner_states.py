@@ -160,11 +160,11 @@ def _refuse_foreign(shards: ShardSet, state: Any) -> None:
     for key, here in _identity(shards).items():
         if key not in saved or saved[key] == here:
             continue
-        told = f"{key} {saved[key]!r}, and this optimizer has {here!r}"
+        difference = f"{key} {saved[key]!r}, and this optimizer has {here!r}"
         if key == "parameters":
-            told = "other parameters, shapes or parameter groups than this optimizer"
+            difference = "other parameters, shapes or parameter groups than this optimizer"
         raise UsageError(
-            f"the optimizer state to load has {told}.",
+            f"the optimizer state to load has {difference}.",
             "The states belong to the slices of one rank, and would be applied to other elements.",
             fix,
         )

@@ -273,7 +273,7 @@ class OnePass:
         return rest
 
     def settle_tile(self, tile: Tile, decision: Decision) -> None:
-        """Replace the NaNs that PyTorch wrote by the one canonical NaN that kernels write.
+        """Replace the NaNs that PyTorch wrote by the canonical NaN that kernels write.
 
         Args:
             tile: Shards that PyTorch has updated, before their gradients are removed.

@@ -327,7 +327,7 @@ class ShardSet:
         return self.scaler.scale
 
     def cut_apart_absent(self) -> None:
-        """Give parameters without a gradient shards of their own, which are not updated."""
+        """Put parameters without a gradient into separate shards, which are not updated."""
         self.cut_apart(lambda cover: cover.is_absent)
 
     def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:

@@ -173,7 +173,7 @@ def state_after_a_step(
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind", "width", "told"),
+    ("stage", "kind", "width", "difference"),
     [
         (1, "adamw", 4, "stage 1"),
         (2, "sgd", 4, "optimizer 'SGD'"),
@@ -181,11 +181,11 @@ def state_after_a_step(
     ],
 )
 def test_a_state_dict_of_another_optimizer_model_or_stage_is_refused(
-    stage: int, kind: str, width: int, told: str
+    stage: int, kind: str, width: int, difference: str
 ) -> None:
     optimizer, own = state_after_a_step(2, "adamw", 4)
     _, foreign = state_after_a_step(stage, kind, width)
-    with pytest.raises(DeepSeekZeroError, match=told):
+    with pytest.raises(DeepSeekZeroError, match=difference):
         optimizer.load_state_dict(foreign)
     optimizer.load_state_dict(own)
 
