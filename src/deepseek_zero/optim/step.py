@@ -12,7 +12,7 @@ from ..base.device import mark_stepped
 from ..comm.collectives import propagate_errors
 from ..comm.pending import Pending
 from ..planner.messages import MAX_IN_FLIGHT
-from ..sharding.late_gradients import reduce_late
+from ..sharding.irregular_passes import reduce_late
 from .inner_step import Decision
 from .master_shard import tiles_by_group
 from .nonfinite import NonFiniteReport

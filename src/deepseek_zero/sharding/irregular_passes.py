@@ -141,3 +141,26 @@ def is_nested(root: Unit, outermost: Unit) -> bool:
     """
     calls = calls_under_way(outermost.module)
     return calls > 1 if outermost is root else calls > 0
+
+
+def reduce_late(lane: ReduceLane) -> None:
+    """Reduce the gradients that arrived too late on any rank, before a step.
+
+    A gradient is late if it arrives after its unit was reduced, for example if two reentrant
+    checkpoints share a block.
+
+    Args:
+        lane: The reduce lane of the model.
+
+    Note:
+        Collective: every rank must call it if any rank has late gradients.
+    """
+    mask = torch.zeros(len(lane.units), dtype=torch.uint8)
+    mask[list(lane.late)] = 1
+    agreed = lane.comm.all_gather_rows(mask, "late gradients").amax(dim=0)
+    for unit in lane.order:
+        if agreed[unit.number]:
+            lane.reduce(unit)
+    lane.wait()
+    lane.late.clear()
+    lane.complete_sums()

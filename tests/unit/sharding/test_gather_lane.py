@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from deepseek_zero.base.errors import PeerError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.schedule import ActionKind
-from deepseek_zero.sharding import late_gradients
+from deepseek_zero.sharding import irregular_passes
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.unit import UnitState
 from tests.in_process import Deadlock, Rank, World, optimizer_over, run_ranks, sharded
@@ -97,7 +97,7 @@ def reduce_late(runtime: Runtime) -> set[str]:
     mine = torch.tensor([float(unit.number in runtime.reductions.late) for unit in runtime.units])
     late = runtime.comm.all_gather_rows(mine, "who is late").amax(dim=0).tolist()
     if any(late):
-        late_gradients.reduce_late(runtime.reductions)
+        irregular_passes.reduce_late(runtime.reductions)
     return {member.name for unit in runtime.units if late[unit.number] for member in unit.members()}
 
 
