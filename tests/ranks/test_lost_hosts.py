@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,11 +37,16 @@ LIMIT, LATE = (2.0, 1.0)
 
 
 @pytest.mark.ranks(4, hosts=2, fresh=True)
-def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv(DEAD_AFTER, f"{LIMIT:g}")
     comm, rank = Comm(torch.device("cpu")), dist.get_rank()
     mine = rank // 2
     comm.barrier("all are here")
+    # A rank may still wait in the barrier when another one has left it
+    (tmp_path / str(rank)).touch()
+    assert within(30.0, lambda: len(list(tmp_path.iterdir())) == 4)
     began = time.monotonic()
     if rank % 2 == 0:
         subprocess.run(NOTHING_LEAVES.split(), check=True)
