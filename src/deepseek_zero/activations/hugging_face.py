@@ -26,6 +26,9 @@ def route_checkpoints(model: nn.Module) -> None:
     A forward pre-hook replaces torch's function at the start of every training forward. Gradient
     checkpointing may therefore be enabled before or after this call. A model that contains no
     transformers model is not changed.
+
+    Args:
+        model: A transformers model, or a module that contains one.
     """
     if any(hasattr(type(module), "gradient_checkpointing_enable") for module in model.modules()):
         model.register_forward_pre_hook(_route)
@@ -34,7 +37,8 @@ def route_checkpoints(model: nn.Module) -> None:
 def recompute_layers(model: nn.Module) -> None:
     """Enable gradient checkpointing for the layers of a transformers model.
 
-    A model that contains no transformers model is not changed.
+    The call has no effect if the model contains no transformers model, or if gradient checkpointing
+    is already enabled.
 
     Args:
         model: A transformers model, or a module that contains one.

@@ -36,7 +36,8 @@ FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates
 class LayerwiseAccumulation:
     """Runs all micro-batches of a batch through one layer before it runs the next layer.
 
-    The weights of each layer are therefore gathered once per step instead of once per micro-batch.
+    The weights of each layer are therefore gathered once for all micro-batches, instead of once for
+    each micro-batch.
     The constructor replaces the forward of each layer by a function that splits the batch and runs
     one micro-batch after the other. If gradients are disabled, this function runs the whole batch
     at once.
@@ -65,7 +66,10 @@ class LayerwiseAccumulation:
         )
 
     def remove(self) -> None:
-        """Restore the original forward of every layer. A second call has no effect."""
+        """Restore the forward of every layer, and remove the hook of the model.
+
+        A second call has no effect.
+        """
         self._handle.remove()
         for forward in self._forwards:
             forward.remove()
@@ -111,7 +115,7 @@ class LayerwiseAccumulation:
             One pair of positional and keyword arguments for each micro-batch, in order.
 
         Raises:
-            UsageError: No tensor has the first dimension of the batch.
+            UsageError: There is no tensor to split.
         """
         parts: dict[int, Sequence[Tensor]] = {}
 
@@ -148,15 +152,16 @@ class LayerwiseAccumulation:
 
         Args:
             unit: The name of the layer, for error messages.
-            outputs: The output of each micro-batch: a tensor or nested containers of tensors.
+            outputs: The output of each micro-batch, in order. An output is a tensor or nested
+                containers of tensors.
 
         Returns:
-            An object with the structure of one output, in which each tensor has all samples of the
-            batch.
+            An object with the structure of the first output, in which each tensor has all samples
+            of the batch. A tensor that is the same object in all outputs is returned unchanged.
 
         Raises:
             UsageError: The outputs have different numbers of tensors, or the first dimension of a
-                tensor is not the number of samples in a micro-batch.
+                tensor to concatenate is not the number of samples in a micro-batch.
         """
         rows = list(map(all_tensors, outputs))
         if len({len(row) for row in rows}) > 1:

@@ -319,6 +319,9 @@ def checkpoint(
 ) -> Any:
     """Run a function and recompute its activations in backward instead of saving them.
 
+    The configuration of the process determines where the inputs are stored. It may name operators
+    whose results are saved.
+
     Args:
         function: The function whose activations are not saved.
         *args: Positional arguments of the function.

@@ -554,10 +554,10 @@ class TiledLoss:
 def tile_loss(model: nn.Module, rows: int) -> None:
     """Make a causal language model of transformers compute its training loss in tiles.
 
-    A tile is a range of tokens. In training, the output layer computes the loss of one tile at a
-    time, so the logits of all tokens never exist at the same time. The output of the model then
-    contains no logits. Call this function after layers are split along "tp" and sequences along
-    "sp", and before the model is wrapped.
+    A tile is a range of tokens. In training with labels, the output layer computes the loss of one
+    tile at a time, so the logits of all tokens never exist at the same time. The output of the
+    model then contains no logits. Call this function after layers are split along "tp" and
+    sequences along "sp", and before the model is wrapped.
 
     Args:
         model: The model, whose loss function and output layer are replaced in place.

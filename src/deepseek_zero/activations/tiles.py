@@ -314,7 +314,7 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
     wrapped.
 
     Args:
-        model: The model whose feed-forward layers change their class in place.
+        model: The model. The class of each feed-forward layer is replaced in place.
         rows: Number of tokens per tile.
 
     Raises:

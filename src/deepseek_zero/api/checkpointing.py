@@ -78,16 +78,20 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 
     Args:
         mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
-            this rank's tensor-parallel index from it. `partition_activations` uses the engine's
-            mesh instead.
+            this rank's tensor-parallel index from it. Sharding of inputs uses the engine's mesh
+            instead.
         deepspeed_config: A dict, a path, JSON text or an engine's configuration. Only its section
             `activation_checkpointing` is used. With None, the current settings are changed.
         **words: DeepSpeed's keyword arguments: `partition_activations`,
             `contiguous_checkpointing`, `num_checkpoints`, `checkpoint_in_cpu`, `synchronize` and
-            `profile`. Each argument overrides one setting; None leaves the setting unchanged.
+            `profile`. `synchronize` has no effect. Each other argument overrides one setting, and
+            None leaves the setting unchanged. `partition_activations` cannot enable sharding if the
+            engine has not enabled it.
 
     Raises:
-        UsageError: An argument is unknown or has the wrong type.
+        ConfigError: `deepspeed_config` is invalid.
+        StorageError: The directory for offloaded inputs cannot be used.
+        UsageError: An argument is unknown, or `num_checkpoints` is not a positive integer.
     """
     unknown = [name for name in words if name not in WORDS]
     if unknown:
@@ -112,7 +116,9 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Set whether the inputs of checkpoints are sharded over the tensor-parallel ranks.
 
-    The call is equivalent to `configure(partition_activations=...)`.
+    The call is equivalent to `configure(partition_activations=...)`. Only the configuration key
+    `activation_checkpointing.partition_activations` of an engine can enable sharding. Without it,
+    True only logs that inputs are not sharded.
 
     Args:
         partition_activation: Whether to shard the inputs of checkpoints.

@@ -53,7 +53,7 @@ def init_distributed(
         NotBuiltError: The scheme of `init_method` is none of the three above.
 
     Note:
-        Collective under a launcher: every rank must call it.
+        Collective if there are several ranks: every rank must call it.
     """
     if not join(
         dist_backend,

@@ -62,7 +62,7 @@ def initialize(
         dist_init_required: If False, the process must already be a member of a process group.
         collate_fn: Collate function of the loader of `training_data`.
         config: A dict, the path of a JSON file, or JSON text encoded in base64.
-        mesh_param: A pair (data-parallel ranks, sequence-parallel ranks).
+        mesh_param: A pair of the number of data-parallel ranks and of sequence-parallel ranks.
         config_params: Another name of `config`.
         mesh: Axes over the ranks, such as `{"dp_replicate": 2, "dp_shard": 4}`, a `Mesh`, or a
             `DeviceMesh` with names. By default, the configuration's `mesh` section is used.
@@ -73,6 +73,7 @@ def initialize(
 
     Raises:
         ConfigError: The configuration has an unknown key or a value that cannot be used.
+        NotBuiltError: The configuration requires a feature that is not implemented.
         UsageError: An argument is missing or cannot be used.
 
     Note:

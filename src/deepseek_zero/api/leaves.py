@@ -83,13 +83,13 @@ def set_z3_leaf_modules_by_name(
     Args:
         model: The model, before `initialize`.
         module_names: Names as in `model.named_modules()`.
-        raise_if_not_found: Whether to raise an error if no module has one of these names.
+        raise_if_not_found: Whether to raise an error if a name belongs to no module.
 
     Returns:
         A pair of lists: the modules that are now leaf modules, and the names that no module has.
 
     Raises:
-        LeafNotFoundError: `raise_if_not_found` is true, and a name is that of no module.
+        LeafNotFoundError: `raise_if_not_found` is true, and a name belongs to no module.
     """
     return _mark_named(model, module_names, str.__eq__, raise_if_not_found)
 
@@ -97,7 +97,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Turn the modules whose full names have given suffixes into ZeRO-3 leaf modules.
+    """Turn the modules whose full names end with given suffixes into leaf modules.
 
     A leaf module is gathered and released as one unit together with all of its submodules.
 
@@ -164,6 +164,8 @@ def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Set whether one module is a ZeRO-3 leaf module.
+
+    If the module is already wrapped, the call has no effect on gathering and logs a warning.
 
     Args:
         model: Module to change, before `initialize`. Its submodules are not changed.

@@ -20,7 +20,8 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
     Args:
         message: Text to log.
-        ranks: Ranks that log it. None, an empty list, or a list that contains -1 means every rank.
+        ranks: World ranks that log it. None, an empty list, or a list that contains -1 means every
+            rank.
         level: Level of the standard `logging` module.
     """
     speak()
@@ -61,7 +62,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log how much memory of the device and of the host is in use, on every calling rank.
+    """Log this process's device memory and the used memory of the host, on every calling rank.
 
     Args:
         message: Text at the start of the logged line.

@@ -129,16 +129,18 @@ _CALL = "DeepSeekZeRO3"
 class DeepSeekZeRO3(Exports, StandsForModule):
     """Shard a model in place over the ranks with ZeRO.
 
-    The ZeRO stage may be 0, 1, 2 or 3. A call of this object returns the output of the model.
+    The ZeRO stage may be 0, 1, 2 or 3, and is 3 by default. A call of this object returns the
+    output of the model. With pipeline stages, a call in training mode also runs the backward.
     Parameters, buffers and submodules have the names that they have in the model, without a prefix.
     After construction, a program may also call the model itself, and does not have to keep a
     reference to this object.
 
     Args:
         model: The module to shard.
-        **zero_config: Any top-level key of the configuration, and `stage` as a short form of
-            ``zero_optimization={"stage": ...}``. `optimizer` and `lr` do not create an optimizer.
-            A warning is logged if they differ from those of the program's `ZeroOptimizer`.
+        **zero_config: Top-level keys of the configuration. `stage` is a short form of
+            ``zero_optimization={"stage": ...}``. A warning is logged for keys that have no effect
+            without an engine. `optimizer` and `lr` do not create an optimizer, but a warning is
+            logged if they differ from those of the program's `ZeroOptimizer`.
 
     Raises:
         ConfigError: A key is unknown or has a value that cannot be used.
@@ -249,7 +251,8 @@ class ZeroOptimizer(ScalesItself, Optimizer):
     """An optimizer for the parameters of a model that `DeepSeekZeRO3` shards.
 
     The optimizer may be created before or after the model is wrapped. Each rank updates its own
-    shards. Gradients are kept until `zero_grad` is called, as with the optimizers of torch.
+    shards. Gradients are kept until `zero_grad` is called, as with the optimizers of torch. Methods
+    raise UsageError if `initialize` has wrapped the model, because its engine has an optimizer.
 
     Args:
         params: Parameters or parameter groups to update.
@@ -258,6 +261,10 @@ class ZeroOptimizer(ScalesItself, Optimizer):
             DeepSpeed, the weight decay of "adam" is decoupled as in AdamW; with
             ``adam_w_mode=False`` it is that of `torch.optim.Adam`.
         **options: Further arguments of that optimizer, such as `betas`.
+
+    Raises:
+        ConfigError: The optimizer is unknown or an argument is invalid.
+        NotBuiltError: The optimizer or the value of an argument is not implemented.
     """
 
     def __init__(
@@ -377,12 +384,17 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         """Discard the gradients of all parameters.
 
         Args:
-            set_to_none: As in `torch.optim.Optimizer.zero_grad`.
+            set_to_none: Whether `grad` becomes None instead of a tensor of zeros. The argument has
+                no effect if a model has been wrapped.
         """
         self._attach().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer, as in `torch.optim.Optimizer`."""
+        """Return the state of the optimizer.
+
+        If a model has been wrapped, the result contains the state of this rank's shards, and can
+        be loaded only with the same rank, world size and stage.
+        """
         return self._attach().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -48,7 +48,8 @@ def _both(cls: Any, chosen: Any) -> Any:
 class Init(zero_init.Init):
     """Context manager that shards each module when it is assigned to its parent module.
 
-    A rank therefore never holds the whole model. With one rank, each shard is the whole parameter.
+    With several ranks, no rank therefore holds the whole model while it is constructed. With one
+    rank, each shard is the whole parameter.
     In a program that imports `deepspeed`, the parameters also have DeepSpeed's `ds_*` attributes.
 
     Args:
@@ -57,7 +58,8 @@ class Init(zero_init.Init):
         enabled: If False, the context does nothing.
         config_dict_or_path: A configuration. In a program that imports `deepspeed`, the dtype of
             this configuration is used if `dtype` is None.
-        **deepspeed_options: DeepSpeed's other arguments, which are accepted and have no effect.
+        **deepspeed_options: DeepSpeed's other arguments. `config` is another name of
+            `config_dict_or_path`. The others are accepted and have no effect.
 
     Raises:
         UsageError: An argument is unknown or cannot be used.
@@ -140,9 +142,9 @@ class GatheredParameters(gathered_parameters.GatheredParameters):
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
     """Load weights from a safetensors folder or file into a model.
 
-    In a wrapped model, the shards and the main weights are replaced. A model that is not wrapped
-    yet may be on the meta device or constructed under `zero.Init`. Each rank then reads only its
-    shards, and `initialize` uses them.
+    In a wrapped model, the shards, the main weights and the persistent buffers are replaced. A
+    model that is not wrapped yet may be on the meta device or constructed under `zero.Init`. Each
+    rank then loads only its shards, and `initialize` uses them.
 
     Args:
         model: Model to load into, before or after `initialize`.

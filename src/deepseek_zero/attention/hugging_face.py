@@ -33,7 +33,7 @@ _SPARSE: weakref.WeakKeyDictionary[nn.Module, SparseAttention] = weakref.WeakKey
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model's layers get their attention from transformers' registry."""
+    """Return whether a model's configuration names an attention function of transformers."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) is not None
 
 
@@ -48,7 +48,8 @@ def attend_sparsely(model: nn.Module, attention: SparseAttention) -> None:
         attention: The sparse attention that all layers of the model call.
 
     Raises:
-        NotBuiltError: Sparse attention does not support the model's attention.
+        NotBuiltError: Sparse attention does not support the model's attention, or heads have
+            different layouts and the number of ranks does not divide the number of heads.
     """
     config: Any = model.config
     reasons = {

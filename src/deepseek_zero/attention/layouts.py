@@ -71,7 +71,7 @@ class BlockLayout:
         return self.block
 
     def variant(self, head: int) -> int:
-        """Return the number that identifies the layout of a head in calls of `rows`.
+        """Return the number that identifies the layout of a head in calls to `rows`.
 
         Heads with the same layout have the same number.
 
@@ -81,14 +81,14 @@ class BlockLayout:
         return 0
 
     def rows(self, head: int, start: int, stop: int, blocks: int) -> Tensor:
-        """Return the blocks of keys to which some rows of the layout attend.
+        """Return the blocks of keys that each row in a range attends to.
 
         A row is a block of queries.
 
         Args:
             head: The number that `variant` returned for a head.
-            start: The first row.
-            stop: The row after the last one.
+            start: Index of the first row.
+            stop: Index of the last row plus 1.
             blocks: Number of blocks of keys in the sequence.
 
         Returns:
@@ -398,6 +398,9 @@ def fields_of(mode: str) -> set[str]:
     """Return the names of the arguments that one of DeepSpeed's sparsity modes accepts.
 
     The arguments are the fields of the layout class `MODES[mode]`.
+
+    Raises:
+        KeyError: The mode is unknown.
     """
     return {each.name for each in fields(MODES[mode])}
 

@@ -32,7 +32,7 @@ _KEPT_BYTES = 32 << 20  # Bytes of cached masks; a mask of a quarter of this is 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The keys that each query attends to: a block layout combined with maximum distances.
+    """Defines which keys each query attends to, by a block layout and maximum distances.
 
     A query attends to a key if two conditions hold. The layout contains the pair of their blocks,
     and the key is at most `behind` tokens before the query or at most `ahead` tokens after it.

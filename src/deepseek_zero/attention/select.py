@@ -89,7 +89,7 @@ def select_blocks(
         blocks: Number of blocks that a tile attends to, including the block that contains the tile.
         tile: The number of queries per tile; must divide `block`.
         chosen_by: "head": each head selects separately. "group": heads that read the same keys
-            select together.
+            select together, by the sum of their scores.
 
     Returns:
         A bool tensor of shape ``(samples, selections, tiles, key_blocks)``, True for selected

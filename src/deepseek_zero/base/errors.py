@@ -13,7 +13,7 @@ MOST_LISTED = 8  # maximum ranks of a host that a message lists one by one
 
 
 class DeepSeekZeroError(RuntimeError):
-    """Base class of every exception that this library raises on purpose.
+    """Base class of the errors that this library defines.
 
     Args:
         what: What happened, with names and numbers.
@@ -46,8 +46,9 @@ def brief(error: BaseException) -> str:
 
 
 class ConfigError(DeepSeekZeroError, ValueError, AssertionError):
-    """Raised if the configuration cannot be used; the message lists every problem.
+    """Raised if the configuration, or a part of it, cannot be used.
 
+    A check of the whole configuration reports all problems that it finds in one message.
     The class is also a ValueError and an AssertionError, because DeepSpeed raises one or the other
     for an invalid configuration.
     """

@@ -88,10 +88,10 @@ def state_dict_of(
         exclude_frozen: Whether to omit parameters that are not trained.
 
     Returns:
-        The full tensors by name.
+        A dict from each name to the full tensor.
 
     Raises:
-        CheckpointError: The checkpoint is damaged.
+        CheckpointError: The checkpoint does not exist or is damaged.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)

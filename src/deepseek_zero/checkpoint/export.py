@@ -50,7 +50,7 @@ class ExportSettings:
 
     Attributes:
         dtype: Dtype of floating-point tensors; None keeps the dtype with which the model computes.
-        max_shard_bytes: Maximum size of one file in bytes.
+        max_shard_bytes: Maximum size of one file in bytes. A larger tensor has a file to itself.
         exclude_frozen: Whether to omit parameters that are not trained.
     """
 
@@ -280,7 +280,7 @@ def export_safetensors(
     Args:
         runtime: Runtime that holds this rank's shards.
         directory: Folder to write into; it may contain other files.
-        settings: Dtype and file size of the export.
+        settings: Dtype, file size, and whether to omit frozen parameters.
         companions: A function that writes additional files. Rank 0 calls it with the path of the
             temporary folder that contains the safetensors files. None writes no additional files.
 
@@ -288,7 +288,7 @@ def export_safetensors(
         The names of the safetensors files.
 
     Raises:
-        CheckpointError: A rank cannot write. It is raised on every rank.
+        CheckpointError: A rank cannot write, or `directory` is a file. It is raised on every rank.
 
     Note:
         Collective: every rank must call it.
@@ -322,7 +322,7 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
         settings: Dtype of the export, and whether to omit frozen parameters.
 
     Raises:
-        CheckpointError: Rank 0 cannot write. It is raised on every rank.
+        CheckpointError: Rank 0 cannot write, or `path` is a folder. It is raised on every rank.
 
     Note:
         Collective: every rank must call it.

@@ -66,10 +66,11 @@ from .verify import FileSubset, first_few, raise_faults, verify
 def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
     """Load a checkpoint in this library's layout into an engine.
 
-    Weights, main weights, moments, buffers and random generators are restored. Any number of ranks
-    on any mesh may have saved the checkpoint. All ranks check shapes, names and the optimizer
-    before any rank changes its states. If `settings.verify` is true, the ranks also verify the
-    checksums of the files.
+    Weights, main weights and buffers are restored. `settings` select whether moments and random
+    generators are restored, too. A rank keeps its random generators if no saved rank corresponds to
+    it. Any number of ranks on any mesh may have saved the checkpoint. All ranks check shapes, names
+    and the optimizer before any rank changes its states. If `settings.verify` is true, the ranks
+    also verify the checksums of the files.
 
     Args:
         directory: Directory of checkpoints.

@@ -66,13 +66,14 @@ class PendingSave:
 
     Args:
         directory: Directory of checkpoints.
-        tag: Name of the checkpoint. The tag of rank 0 is used if ranks pass different tags.
+        tag: Name of the checkpoint. If ranks pass different tags, the tag of rank 0 is used unless
+            `settings.tag_validation` is "Fail".
         contents: States of the engine to save.
         settings: What to write, and whether the constructor waits until it is written.
 
     Raises:
-        CheckpointError: A rank cannot write. It is raised on every rank, and the previous
-            checkpoint stays loadable.
+        CheckpointError: A rank cannot write, or the tags differ and `settings.tag_validation` is
+            "Fail". It is raised on every rank, and the previous checkpoint stays loadable.
 
     Note:
         Collective: every rank must call the constructor.

@@ -95,10 +95,10 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     """Load the weights of safetensors files into a model.
 
     The model may be wrapped or not. A model that is not wrapped yet may be on the meta device or
-    built under `zero.Init`. Each rank then reads only its shards, and `initialize` uses them.
+    built under `zero.Init`. Each rank then loads only its shards, and `initialize` uses them.
 
     Args:
-        model: Model whose parameters and buffers are replaced.
+        model: Model whose parameters and persistent buffers are replaced.
         path: A safetensors file, or a folder in the layout of Hugging Face.
         strict: Whether to require the same names in the model and the files. Shapes must match in
             any case.

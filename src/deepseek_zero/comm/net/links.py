@@ -108,7 +108,9 @@ class Links:
         _OPEN.add(self)
 
     def connect(self) -> str:
-        """Connect to all ranks on other hosts.
+        """Connect to all ranks on other hosts, and start the thread.
+
+        The method waits at most `CONNECT_SECONDS` for the connections.
 
         Returns:
             A text that names the ranks to which there is no connection and the reasons, or "" if
@@ -141,12 +143,13 @@ class Links:
         """Start one collective: send a tensor to several ranks, and receive one from each of them.
 
         Args:
-            messages: By world rank, a pair of the outgoing tensor and the tensor to receive into.
+            messages: By world rank, a pair of the tensor to send and the tensor to receive into.
                 Empty tensors are not sent.
             cid: The identifier of the collective, by which ranks match their messages.
 
         Returns:
-            A function that waits until all tensors were sent and received.
+            A function that waits until all tensors were sent and received. It raises
+            `ConnectionLost` if one of the ranks is lost.
         """
         exchange = Exchange(cid)
         tag = tag_of(cid)
@@ -171,7 +174,11 @@ class Links:
         return exchange.wait
 
     def end_engine(self, engine: str) -> None:
-        """Discard the pending messages of an engine that no longer exists."""
+        """Discard the pending messages of an engine that no longer exists.
+
+        Args:
+            engine: The name of the engine.
+        """
         with self._lock:
             names = [lane for lane in self._lanes if engine_of(lane) == engine]
             lanes = {self._lanes.pop(name) for name in names}
@@ -179,14 +186,19 @@ class Links:
                 link.drop_lanes(lanes)
 
     def close(self) -> None:
-        """Close all connections as `hang_up` does, and then close the listener."""
+        """Close all connections, and then the listener.
+
+        The method first waits until the other ranks have received all messages, and then until the
+        thread has ended. Each wait takes at most `FAREWELL_SECONDS`.
+        """
         self.hang_up()
         self.listener.close()
 
     def hang_up(self) -> None:
         """Close all connections after the other ranks have received all messages.
 
-        The method waits at most `FAREWELL_SECONDS` for the other ranks.
+        The method waits at most `FAREWELL_SECONDS` for the other ranks, and then at most as long
+        for the thread to end. It closes the connections in any case. A second call has no effect.
         """
         with self._changed:
             if self.is_closing:
@@ -352,7 +364,7 @@ class Links:
     def dials(self, link: Link) -> bool:
         """Return whether this rank opens the connections of a link.
 
-        The rank with the higher number does.
+        The rank with the higher world rank opens them.
         """
         return self.rank > link.rank
 
@@ -365,6 +377,9 @@ class Links:
 
     def install(self, link: Link, connection: socket.socket) -> None:
         """Replace the connection of a link by a new one, over which its messages continue.
+
+        The new connection is closed instead if the other rank is lost or this process is closing
+        its connections.
 
         Args:
             link: Link to another rank.
@@ -414,6 +429,9 @@ class Links:
 
     def lose(self, link: Link, reason: str) -> None:
         """Declare a rank lost, so that collectives that wait for it raise `ConnectionLost`.
+
+        The connection to the rank is closed. The call has no effect if the rank is already lost or
+        this process is closing its connections.
 
         Args:
             link: The link to the lost rank.

@@ -34,10 +34,12 @@ class Tcp(PointToPoint):
         """Start to exchange tensors with other ranks over their connections.
 
         Args:
-            messages: By rank, the outgoing and the incoming tensor. Empty tensors are not sent.
-            cid: The identity of the collective.
+            messages: By world rank, a pair of the tensor to send and the tensor to receive into.
+                Empty tensors are not sent.
+            cid: The identifier of the collective, by which ranks match their messages.
 
         Returns:
-            A function that waits until all tensors were sent and received.
+            A function that waits until all tensors were sent and received. It raises
+            `ConnectionLost` if one of the ranks is lost.
         """
         return self.links.start(messages, cid)

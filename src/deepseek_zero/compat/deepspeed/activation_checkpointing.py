@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
     """Configure activation checkpointing for the whole process.
 
-    This function calls `deepseek_zero.checkpointing.configure` after one additional check.
+    This function checks the arguments and then calls `deepseek_zero.checkpointing.configure`.
 
     Args:
         mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
@@ -68,8 +68,10 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
         **words: DeepSpeed's keyword arguments, which override the configuration.
 
     Raises:
-        UsageError: `contiguous_checkpointing` was set without `num_checkpoints` or a configuration.
-            DeepSpeed raises an error in this case, too.
+        ConfigError: `deepspeed_config` is invalid.
+        StorageError: The directory for offloaded inputs cannot be used.
+        UsageError: An argument is unknown or invalid. As in DeepSpeed, `contiguous_checkpointing`
+            also requires `num_checkpoints` or `deepspeed_config`.
     """
     contiguous = words.get("contiguous_checkpointing") and words.get("num_checkpoints") is None
     if contiguous and deepspeed_config is None:

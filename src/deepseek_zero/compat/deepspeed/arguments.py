@@ -14,6 +14,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
     Their deprecated spellings --deepscale and --deepscale_config are also added.
 
+    Args:
+        parser: The parser of the script, which is changed in place.
+
     Returns:
         The parser that was passed.
     """

@@ -55,7 +55,11 @@ def init_distributed(*args: Any, **kwargs: Any) -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether torch.distributed is initialized."""
+    """Return whether torch.distributed is initialized.
+
+    If the environment variable DEEPSEEK_ZERO_CPU_RANKS is 1 and there are several ranks, the call
+    also sets the backend in accelerate's shared state if accelerate has not set it.
+    """
     let_accelerate_count()
     return dist.is_initialized()
 
@@ -94,12 +98,14 @@ def initialize_mesh_device(
 ) -> DeviceMesh:
     """Create a `torch.distributed.DeviceMesh` over all ranks.
 
+    torch initializes the default process group if there is none.
+
     Args:
         mesh_shape: Number of ranks along each dimension.
         mesh_dim_names: Names of the dimensions.
 
     Returns:
-        The device mesh, whose dimensions can be used as process groups.
+        The device mesh, which has one process group for each dimension on this rank.
 
     Note:
         Collective: every rank must call it.
@@ -213,7 +219,8 @@ def configure(
     keeps the current value.
 
     Args:
-        deepspeed_config: A DeepSpeedConfig, whose section `comms_logger` is used if it is enabled.
+        deepspeed_config: A DeepSpeedConfig. Its section `comms_logger` is used if that section is
+            enabled.
         enabled: Whether calls are logged.
         prof_all: Whether all operations are logged.
         prof_ops: Names of the operations to log if `prof_all` is false.
@@ -279,7 +286,7 @@ def get_comm_operation_count() -> int:
 
 
 def get_logged_comm_ops() -> list[str]:
-    """Return the names of the logged operations."""
+    """Return the names of the operations that the logger has recorded."""
     return list(_comms_logger().get_operation_names())
 
 

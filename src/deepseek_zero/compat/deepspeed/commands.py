@@ -32,6 +32,9 @@ def add_commands(app: typer.Typer) -> None:
 
     `exec` runs a program in which `import deepspeed` imports this library. `dropin-path` prints the
     directory of the drop-in package.
+
+    Args:
+        app: The application of the command `deepseek-zero`.
     """
 
     @app.command("exec", help=EXEC_HELP, context_settings={"allow_interspersed_args": False})
@@ -69,12 +72,12 @@ def exec_command(command: Sequence[str]) -> None:
 
 
 def findings() -> list[tuple[str, str, str]]:
-    """Return the rows about DeepSpeed for the table that `deepseek-zero doctor` prints.
+    """Return the row about DeepSpeed for the table that `deepseek-zero doctor` prints.
 
-    They report which package `import deepspeed` imports, if any.
+    The row reports which package `import deepspeed` imports, if any.
 
     Returns:
-        Triples of a name, a value and the meaning of the value.
+        A list with one tuple of a name, a value and the meaning of the value.
     """
     if is_dropin_active():
         meaning = f"this library answers to that name, from {DIRECTORY}"

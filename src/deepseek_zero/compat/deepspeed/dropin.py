@@ -57,6 +57,7 @@ def install_as_deepspeed() -> Path:
 def uninstall_as_deepspeed() -> None:
     """Undo `install_as_deepspeed`.
 
+    The drop-in is removed from `sys.path` and `PYTHONPATH`, and its modules from `sys.modules`.
     Libraries that were imported between the two calls have cached that DeepSpeed is available, and
     do not check it again.
     """

@@ -423,7 +423,7 @@ METHODS = (
 
 
 class DeepSpeedEngine(ZeroEngine):
-    """A training engine with DeepSpeed's methods and attributes.
+    """A training engine with most methods and attributes of DeepSpeed's engine.
 
     Attributes:
         pipeline_parallelism: Whether the model is split into pipeline stages.
@@ -491,6 +491,9 @@ class DeepSpeedEngine(ZeroEngine):
         Raises:
             BatchMismatchError: Tensor-parallel ranks received different inputs. If the program
                 imported `deepspeed`, the message is DeepSpeed's, because programs compare it.
+
+        Note:
+            Collective: every rank must call it.
         """
         if not self._is_dropin or self.mesh.tp == 1:
             return super().forward(*args, **kwargs)
@@ -531,9 +534,10 @@ class DeepSpeedEngine(ZeroEngine):
     ) -> ShardedLoader:
         """Create a loader of this rank's samples.
 
-        The loader shuffles the samples for the route "train", and keeps their order for "eval" and
-        "predict". As in DeepSpeed, samples are distributed to ranks round-robin, and every rank
-        gets the same number of samples. The number of samples in an epoch therefore depends on the
+        Without a `data_sampler`, the loader shuffles the samples for the route "train", and keeps
+        their order for "eval" and "predict". It does not shuffle an IterableDataset. As in
+        DeepSpeed, samples are distributed to ranks round-robin, and every rank gets the same number
+        of samples. The number of samples in an epoch therefore depends on the
         number of ranks. This is not the case for the loader that `initialize` returns. A configured
         curriculum selects the samples of the route "train".
 
@@ -548,6 +552,9 @@ class DeepSpeedEngine(ZeroEngine):
 
         Returns:
             The loader, which yields one micro-batch at a time.
+
+        Raises:
+            UsageError: The ranks of a pipeline need different samples.
         """
         if num_local_io_workers:
             log_once(
@@ -580,7 +587,8 @@ class DeepSpeedEngine(ZeroEngine):
     ) -> None:
         """Set a function that is applied to every batch of the curriculum.
 
-        As in DeepSpeed, the call has no effect if no curriculum is configured.
+        The call has no effect if no curriculum is configured, as in DeepSpeed, or if the engine has
+        no `training_dataloader`.
 
         Args:
             post_process_func: Function that is called with a batch and the state dict of the
@@ -594,11 +602,12 @@ class DeepSpeedEngine(ZeroEngine):
     ) -> None:
         """Set the difficulty functions of curriculum metrics that have a custom schedule.
 
-        As in DeepSpeed, the call has no effect if no curriculum is configured.
+        The call has no effect if no curriculum is configured, as in DeepSpeed, or if the engine has
+        no `training_dataloader`.
 
         Args:
-            schedule_func_dict: For the name of each metric, a function that maps the number of a
-                step to a difficulty.
+            schedule_func_dict: A dict from the name of a metric to a function, which maps the
+                number of a step to a difficulty.
         """
         if self.curriculum_learning_enabled() and self.training_dataloader is not None:
             self.training_dataloader.data_sampler.set_custom_curriculum_learning_schedule(
@@ -672,14 +681,16 @@ class DeepSpeedEngine(ZeroEngine):
 
     @property
     def offloaded_states(self) -> set[Any]:
-        """Return the kinds of state that `offload_states` has offloaded."""
+        """Return the kinds of state that are offloaded now, as `OffloadStateTypeEnum` members."""
         kinds: Any = import_module(".config_classes", __package__).OffloadStateTypeEnum
         return {kinds(kind) for kind in super().offloaded_states}
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Compute the gradients of the loss, as `Engine.backward` does.
+        """Compute the gradients of the loss and reduce them over the ranks.
+
+        A loss that does not depend on the model contributes gradients of zero.
 
         Args:
             loss: Scalar loss of this rank's micro-batch.
@@ -690,10 +701,11 @@ class DeepSpeedEngine(ZeroEngine):
             The loss, divided by the number of accumulation steps if `scale_wrt_gas` is true.
 
         Raises:
-            UsageError: The engine has no optimizer, in a program that has imported `deepspeed`.
+            UsageError: The engine has no optimizer, in a program that has imported `deepspeed`. It
+                is also raised, here or by `step`, if no rank's loss requires a gradient.
 
         Note:
-            Collective: every rank must call it.
+            Collective: every rank must call it once per micro-batch.
         """
         if self.optimizer is None and self._is_dropin:
             raise UsageError(
@@ -740,7 +752,13 @@ class DeepSpeedEngine(ZeroEngine):
         return [leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves]
 
     def destroy(self) -> None:
-        """Destroy the engine as `ZeroEngine.destroy` does, and remove the hooks of leaf modules."""
+        """Remove all hooks from the model, undo `compile` and free the engine's memory.
+
+        Offloaded states are restored first. A second call has no effect.
+
+        Note:
+            Collective if a checkpoint is being written, because that is completed first.
+        """
         for handle in self._leaf_hooks:
             handle.remove()
         self._leaf_hooks = []

@@ -247,7 +247,8 @@ def convert_to_deepspeed(
             saved the checkpoint.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or has no optimizer states.
+        CheckpointError: The checkpoint does not exist, is damaged or has no optimizer states. It is
+            also raised if DeepSpeed's layout cannot represent the states.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)
