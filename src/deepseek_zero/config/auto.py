@@ -45,7 +45,7 @@ class Facts:
         has_bf16: Whether the device has native bf16.
         launched: Whether a launcher started the ranks. If false, the run may be a single process.
         hidden_size: The model's hidden size, or None if unknown.
-        loader_micro_batch: The batch size of the program's data loader, or None.
+        loader_micro_batch: The batch size of the program's data loader in samples, or None.
         client_optimizer: Default options of an optimizer that the program passes (lr, betas, ...).
     """
 
@@ -63,10 +63,11 @@ class Facts:
 
 
 def resolve(raw: RawConfig, facts: Facts) -> Config:
-    """Return the configuration of this run, with every "auto" replaced by a value.
+    """Return the configuration of this run, with "auto" replaced by values.
 
-    `Config.decisions` records each resolved value with its reason. The function does not
-    communicate.
+    `Config.decisions` records each chosen value with its reason. The function logs a line if no
+    batch size is set, or if it replaces the number of data-parallel ranks in a process without a
+    launcher. It does not communicate.
 
     Args:
         raw: The configuration that `load` returned, in which keys may be "auto".

@@ -22,8 +22,8 @@ class Batch:
         train: Train batch size: samples of all ranks per step.
         micro: Micro-batch size per rank, in samples.
         accumulation: Micro-batches per step.
-        data_size: Number of data-parallel ranks.
-        why: How the values that were not configured have been computed, as a text for the user.
+        data_size: Number of ranks that receive different samples.
+        why: A text for the user that states how the missing values have been computed.
     """
 
     train: int
@@ -38,13 +38,14 @@ class BatchRequest:
     """The batch sizes that a configuration sets; None if a key is missing or "auto".
 
     Attributes:
-        data_size: Number of data-parallel ranks.
+        data_size: Number of ranks that receive different samples.
         train: Train batch size, in samples.
         micro: Micro-batch size per rank, in samples.
         accumulation: Micro-batches per step.
-        loader: The batch size of the program's own data loader.
-        micro_auto: Whether the micro-batch key is "auto". If it is, `loader` may be used as the
-            micro-batch size. Otherwise the micro-batch size is computed from the train batch size.
+        loader: The batch size of the program's own data loader. If `train` and `micro` are None, it
+            is the micro-batch size.
+        micro_auto: Whether the micro-batch key is "auto". If `train` is set and `accumulation` is
+            not, `loader` can be the micro-batch size only if this attribute is true.
     """
 
     data_size: int

@@ -10,7 +10,10 @@ from typing import TypedDict
 
 
 class ConfigKeywords(TypedDict, total=False):
-    """Type of a configuration dict for `initialize(config=...)`, for type checkers and editors."""
+    """Type of a configuration dict for `initialize(config=...)`, for type checkers and editors.
+
+    The file keywords.pyi declares the keys. At run time this class has none.
+    """
 
 
 class ZeroKeywords(TypedDict, total=False):

@@ -17,13 +17,17 @@ Values = dict[str, Any]  # the values of keys; a section is a nested mapping
 
 @dataclass(frozen=True)
 class AutoDecision:
-    """A value that the library chose for a key that the user did not set, or set to "auto".
+    """A value that the library chose for one configuration key, and the reason.
+
+    Most of these keys are missing or "auto". `resolve` also corrects a train batch size that counts
+    all ranks of each model replica, and in a process without a launcher the number of data-parallel
+    ranks.
 
     Attributes:
         key: Dotted path of the key.
         value: The chosen value.
         why: The reason for the choice, as text.
-        asked: True if the user set the key to "auto"; False if the key was missing.
+        asked: Whether the user set the key to "auto".
     """
 
     key: str

@@ -56,6 +56,8 @@ class RawConfig:
     def changed(self, values: Mapping[str, Any]) -> RawConfig:
         """Return a copy of the configuration with new values for some keys.
 
+        `autos` and the other attributes are the same in the copy.
+
         Args:
             values: The new values by key. The values for a section are a nested mapping.
         """

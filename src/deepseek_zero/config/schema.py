@@ -1299,10 +1299,11 @@ class DataEfficiency(Section):
 
 
 class Config(Section):
-    """The resolved configuration, in which every key has a concrete value instead of "auto".
+    """The keys of a configuration, with their types.
 
-    `decisions` lists each value that the library chose because the user did not set it, with the
-    reason for the choice.
+    In the configuration that `resolve` returns, each key that was "auto" has a chosen or default
+    value. Only keys such as `precision`, for which "auto" is itself a value, may still have it.
+    `decisions` lists the values that the library chose, with the reason for each.
     """
 
     # Batch
@@ -1552,14 +1553,17 @@ class Config(Section):
 
     @property
     def decisions(self) -> tuple[AutoDecision, ...]:
-        """Return the value that the library chose for each unset key, with the reason."""
+        """Return the values that the library chose for keys, with the reason for each."""
         return self._decisions
 
     def with_decisions(self, decisions: tuple[AutoDecision, ...]) -> Config:
-        """Store the values chosen for unset keys in this configuration, and return it.
+        """Record which values the library chose, and return this configuration.
+
+        The values of the keys are not changed.
 
         Args:
-            decisions: The chosen values with their reasons, which `decisions` returns afterwards.
+            decisions: The chosen values with their reasons. Afterwards the property `decisions`
+                returns them.
         """
         self._decisions = decisions
         return self

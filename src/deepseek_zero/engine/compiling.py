@@ -17,10 +17,13 @@ from ..sharding.runtime import Runtime
 
 
 def compile_units(runtime: Runtime, options: dict[str, Any]) -> list[Callable[[], None]]:
-    """Compile the forward of every unit, or of the whole model if it has no units.
+    """Compile the forward of every unit, or of the whole model if the root is its only unit.
+
+    The root unit of a model with other units is not compiled. Each `forward` is replaced in place,
+    and torch compiles it at its first call.
 
     Args:
-        runtime: The runtime of the wrapped model; the modules of its units are compiled in place.
+        runtime: The runtime of the wrapped model.
         options: The keyword arguments that are passed to `torch.compile`.
 
     Returns:

@@ -16,6 +16,12 @@ def describe(parts: Parts) -> list[str]:
 
     The configuration key `dump_state` logs these lines. Tests compare the lines of different
     configurations to find keys without effect.
+
+    Args:
+        parts: The parts of the engine.
+
+    Returns:
+        One string per line, without line ends.
     """
     runtime = parts.runtime
     units = [f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in runtime.units]
@@ -39,7 +45,7 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
 
     The lines report the time spent on computation and on waiting for each kind of transfer. They
     also report the bytes moved between the device and other memories, and the implementation of
-    the optimizer update. The first step is not included, because it contains the warm-up.
+    the optimizer update. The first step is not measured, because it contains the warm-up.
 
     Args:
         runtime: The runtime of the wrapped model, whose meter has measured the steps.
@@ -70,8 +76,8 @@ def lines_about_network(runtime: Runtime, plan: Plan) -> list[str]:
     """Return one line of text for each kind of network link that the steps use.
 
     The kinds are the links between hosts and those inside a host, in this order. Each line states
-    the bytes that this rank sends per step, with and without quantization, and the mean number of
-    bytes per second over a whole step.
+    how many bytes this rank sends per step, and the mean number of bytes per second over a whole
+    step. If quantization reduces the bytes, the line also states their number without it.
 
     Args:
         runtime: The runtime of the wrapped model, whose meter has counted the transfers.

@@ -139,7 +139,8 @@ class Integrity:
 
         The checksums are computed only if the next step compares the states of all ranks. Pending
         optimizer updates run first. If one of them fails on this rank, for example because of a
-        disk, the error is sent to the other ranks.
+        disk, the error is sent to the other ranks and raised. The units also begin to record
+        checksums of the weights that the next step gathers.
 
         Args:
             trainer: The engine, whose step has just ended.
@@ -192,13 +193,16 @@ class Integrity:
     def compare(self, step: int, fields: Fields) -> None:
         """Compare the digests of all ranks, and report the states that differ.
 
+        Each difference is reported once. Unless `integrity.mode` is "end", it is logged as a
+        warning.
+
         Args:
             step: The number of the step.
             fields: The fields of the step messages of all ranks, by name.
 
         Raises:
-            IntegrityError: States differ, and `integrity.mode` is "end". Every rank raises the
-                error.
+            IntegrityError: States differ or have changed without an update, and `integrity.mode` is
+                "end". Every rank raises the error.
 
         Note:
             Collective if digests differ: every rank must call it.

@@ -60,7 +60,9 @@ class Preemption:
     def watch(self) -> None:
         """Install a handler for each signal in the settings.
 
-        Each new handler also calls the handler that it replaces.
+        Each new handler also calls the handler that it replaces, if that is a Python function. The
+        method reports to this library's launcher, if there is one, that this rank saves after these
+        signals.
 
         Raises:
             UsageError: A signal has a handler that was not set from Python, or the method was not
@@ -96,6 +98,7 @@ class Preemption:
 
         If a program has installed another handler for a signal since then, the handler of that
         signal is not restored, because the newer handler may call the handler of this object.
+        Outside the main thread no handler is restored, but the handlers stop requesting a save.
         """
         self._process = 0
         with suppress(ValueError):  # raised outside the main thread; finalizers run in any thread
@@ -105,10 +108,13 @@ class Preemption:
     def act(self, engine: Trainer) -> None:
         """Save a checkpoint and raise `SystemExit` after a step in which a rank received a signal.
 
-        If no rank has received a signal, nothing is done.
+        If no rank has received a signal, nothing is done. After the save, the signals are ignored.
 
         Args:
             engine: The engine whose state is saved.
+
+        Raises:
+            SystemExit: A checkpoint has been saved; the exit code is 85.
 
         Note:
             Collective: every rank must call it after each step.

@@ -244,11 +244,12 @@ def plan(
     """Return the plan of one rank: units, layouts, schedule, updates, memory and traffic.
 
     `initialize` makes the same plan for the same model and configuration. This function allocates
-    no states and needs no process group, so any machine can compute the plan of any rank.
+    no states and needs no process group, so any machine can compute the plan of any rank. It
+    assumes that the device has bf16.
 
     Args:
         model: The model; only shapes and dtypes are read, so it may be on the meta device.
-            Parameters that share memory are tied, as in a run.
+            As in a run, parameters that share memory are replaced in `model` by one parameter.
         config: The configuration, as for `initialize`.
         ranks: The number of ranks of the world.
         rank: The rank whose plan is returned, from 0 to ``ranks - 1``.
@@ -266,8 +267,9 @@ def plan(
         A `Plan`. If printed, it shows a table of the bytes of each state in each memory.
 
     Raises:
-        UsageError: The configuration leaves the memories of states to "auto", and has no
-            `memory_budget`.
+        ConfigError: The configuration is invalid or does not fit these ranks.
+        UsageError: An argument is invalid, or the configuration leaves the memories of states to
+            "auto" and has no `memory_budget`.
         OutOfMemoryError: The `memory_budget` is too small for the states.
     """
     whole_number("plan", "ranks", ranks, 1)

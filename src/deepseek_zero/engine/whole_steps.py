@@ -29,7 +29,9 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
         The mean loss over the micro-batches of all ranks: a scalar, the same on every rank.
 
     Raises:
-        UsageError: `data_iter` is None, and the engine has no data loader.
+        UsageError: `data_iter` is None, and the engine has no data loader. With a pipeline, also if
+            earlier forwards have begun the step, or if `pipeline.rows` is "own".
+        StopIteration: The iterator yields fewer micro-batches than a step needs.
 
     Note:
         Collective: every rank of the world must call it.
@@ -68,13 +70,17 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
 
 
 def step_directly(engine: Engine) -> None:
-    """Update the weights with all gradients since the last step, for `engine.optimizer.step()`.
+    """Update the weights with all gradients since the last step.
 
-    This may be at any point of an accumulation. Counters and the learning rate change as in
-    `Engine.step`.
+    `engine.optimizer.step()` calls this function, at any point of an accumulation. Counters and the
+    learning rate change as at the end of an accumulation in `Engine.step`. The first call logs a
+    message about this.
 
     Args:
         engine: The engine that owns the optimizer.
+
+    Raises:
+        UsageError: The gradients of the step are not complete, for example inside `no_sync`.
 
     Note:
         Collective: every rank must call it.
@@ -117,6 +123,10 @@ def evaluate(
         A tuple of the mean loss and the list of outputs. The loss is None if `has_loss` is false.
         The outputs are None if `keeps_outputs` is false. With a pipeline, they are also None on
         ranks without the last stage.
+
+    Raises:
+        UsageError: The engine has a pipeline, and `pipeline.rows` is "own".
+        StopIteration: The iterator yields fewer micro-batches than needed.
 
     Note:
         Collective: every rank of the world must call it.

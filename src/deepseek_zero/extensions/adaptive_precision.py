@@ -129,9 +129,9 @@ class PrecisionChange:
 class AdaptivePrecision(UpdatePolicy):
     """An update policy that switches single units to fp32, and back to 16 bits, between steps.
 
-    A unit is switched to fp32 if skipped steps are repeatedly attributed to it, or if fp16 would
-    round too much of its gradient to zero. It is switched back after its gradient has fit 16 bits
-    for several windows of steps.
+    A unit is switched to fp32 if several skipped steps in a row are attributed to it, or one at the
+    smallest loss scale. It is also switched if fp16 would round too much of its gradient to zero.
+    It is switched back after 16 bits would have been enough in several windows of steps in a row.
 
     Attributes:
         runtime: The runtime of the wrapped model.
@@ -160,12 +160,12 @@ class AdaptivePrecision(UpdatePolicy):
     def before_update(self, verdict: Verdict) -> None:
         """Measure how well fp16 can represent the gradient of each unit.
 
-        The gradients are measured only in the last step of a window of steps. `after_update` uses
-        the result to change the precision of units.
+        The gradients are measured only in the last step of a window of steps. If the norm is not
+        finite in that step, the window lasts until the next step with a finite norm. `after_update`
+        uses the result to change the precision of units.
 
         Args:
-            verdict: The gradient norm and the other facts that all ranks agreed on. Nothing is
-                measured if the norm is not finite.
+            verdict: The gradient norm and the other results that are equal on all ranks.
 
         Note:
             Collective in the last step of a window: every rank must call it.
@@ -177,6 +177,8 @@ class AdaptivePrecision(UpdatePolicy):
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
         """Switch units to fp32 or back to 16 bits, depending on the gradients of recent steps.
+
+        Each change is logged as a warning.
 
         Args:
             result: The result of the step, including whether its gradient overflowed.
@@ -225,7 +227,7 @@ class AdaptivePrecision(UpdatePolicy):
 
     @property
     def promoted(self) -> list[str]:
-        """The names of the units that this policy has switched to fp32."""
+        """The names of the units that now compute in fp32 because of this policy."""
         return [unit.name for unit in self.runtime.units if unit.is_promoted]
 
     def restore(self, names: Sequence[str]) -> None:
@@ -250,8 +252,8 @@ class AdaptivePrecision(UpdatePolicy):
         """Return the state for a checkpoint.
 
         Returns:
-            A dict with the counters that decide future changes of precision, and with a list of all
-            changes that have been made.
+            A dict with the counters on which future changes of precision depend, and with a list of
+            all changes so far.
         """
         return {
             "steps": self._steps,
@@ -266,7 +268,7 @@ class AdaptivePrecision(UpdatePolicy):
         The precision of the units is not changed. Call `restore` to change it.
 
         Args:
-            state: The result of `state_dict`; None to start with empty counters.
+            state: The result of `state_dict`. None resets the counters and empties the list.
         """
         state = state or AdaptivePrecision(self.runtime, self.window).state_dict()
         self._steps = int(state["steps"])

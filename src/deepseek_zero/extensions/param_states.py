@@ -341,12 +341,19 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the reduced gradient of a parameter.
 
+    Each rank copies its shard of `value`; nothing is communicated. The function may be called
+    between the last backward of an accumulation and the step.
+
     Args:
         param: A parameter of a wrapped model.
-        value: The full gradient, the same on every rank.
+        value: The full gradient, the same on every rank. Under fp16 it must be multiplied by the
+            loss scale.
 
     Raises:
         UsageError: The parameter has no reduced gradient, or the size of `value` does not match.
+
+    Note:
+        Every rank must call it with the same parameter, although it does not communicate.
     """
     owner = _owner_of_grad(param)
     with torch.no_grad():

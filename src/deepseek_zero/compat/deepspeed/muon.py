@@ -32,8 +32,11 @@ MuonWithAuxAdam = SingleDeviceMuon = SingleDeviceMuonWithAuxAdam = Muon
 def mark_parameters(model: nn.Module) -> None:
     """Set the attribute `use_muon` of each parameter, as DeepSpeed does.
 
-    The attribute is true for parameters with two or more dimensions, unless their name contains
-    "embed" or "lm_head". `Muon.divide_groups` reads the attribute.
+    The attribute is True for a parameter with two or more dimensions whose lower-case name contains
+    neither "embed" nor "lm_head". It is False for all others. `Muon.divide_groups` reads it.
+
+    Args:
+        model: The model whose parameters get the attribute.
     """
     for name, param in model.named_parameters():
         is_outer = any(word in name.lower() for word in ("embed", "lm_head"))
@@ -58,8 +61,9 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
 def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
     """Orthogonalize matrices by Newton-Schulz iterations on their Gram matrices.
 
-    The result has the singular vectors of `G` and singular values near 1. If an iteration on
-    ``G @ G.T`` is not cheaper, the function computes `zeropower_via_newtonschulz5` instead.
+    The result has the singular vectors of `G` and singular values near 1. Unless one side of the
+    matrices is at least twice as long as the other, the function iterates on `G` itself, as
+    `zeropower_via_newtonschulz5` does.
 
     Args:
         G: Shape ``(..., rows, columns)``.
@@ -83,11 +87,13 @@ def muon_update(
 ) -> Tensor:
     """Return Muon's update direction for one step, in the dtype of the gradient.
 
-    `grad` and `momentum` are changed in place. If the gradient is not finite, the function returns
-    the gradient itself and does not change `momentum`.
+    `momentum` is changed in place, and so is `grad` if `nesterov` is true. If the gradient is not
+    finite, the function returns `grad` itself and changes neither tensor.
 
     Args:
-        grad: Gradient of a matrix, or of a batch of matrices.
+        grad: Gradient of a matrix, or of a batch of matrices. With more than three dimensions, all
+            dimensions after the first are combined into the columns of one matrix, also in the
+            result.
         momentum: Momentum buffer in the shape of `grad`.
         beta: Decay of the momentum.
         ns_steps: Number of Newton-Schulz iterations.
@@ -98,11 +104,12 @@ def muon_update(
             are orthogonalized separately. None orthogonalizes the whole matrix.
 
     Returns:
-        The direction. The update subtracts it from the weight, multiplied by the learning rate.
+        The direction. The optimizer multiplies it by the learning rate and subtracts the product
+        from the weight.
 
     Raises:
-        ConfigError: `num_heads` is given, and the gradient is not a matrix or its number of rows is
-            not a multiple of `num_heads`.
+        ConfigError: `num_heads` is less than 1 or does not divide the number of rows, or it is
+            given for a batch of matrices.
     """
     if not bool(torch.isfinite(grad).all()):
         return grad

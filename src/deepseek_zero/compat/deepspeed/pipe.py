@@ -47,6 +47,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Divide items into consecutive parts so that the heaviest part is as light as possible.
 
+    If there are more parts than items, the last parts are empty.
+
     Args:
         weights: Weight of each item.
         num_parts: Number of parts.
@@ -60,33 +62,35 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 class PipelineModule(LayerStages):
-    """A model that is a list of layers, divided into pipeline stages.
+    """This rank's pipeline stage of a model that is written as a list of layers.
 
-    Each layer gets the result of the previous one as its only argument, which may be a tuple. Only
-    this rank's layers are built. Parameter names contain the layer's index in the whole list. All
-    ZeRO stages are supported.
+    Each layer gets the result of the previous one as its only argument, which may be a tuple. Of
+    the `LayerSpec`s, only those of this rank's stage are built. Parameter names contain the layer's
+    index in the whole list, or the key of a tied layer. All ZeRO stages are supported.
 
     Args:
         layers: Modules, functions, `LayerSpec`s and `TiedLayerSpec`s, in the order of forward.
         num_stages: Number of stages, a divisor of the world size. The ranks of a stage are
             consecutive.
-        topology: Axes of the mesh over all ranks, instead of `num_stages`.
-        loss_fn: Function of the last layer's output and the labels.
-        seed_layers: Whether to seed the random generator before each layer is built and before it
-            runs.
+        topology: Axes of the mesh over all ranks. If given, `num_stages` is ignored.
+        loss_fn: Function of the last layer's output and the labels. None means that the last layer
+            returns the loss.
+        seed_layers: Whether to set the seed before each layer is built and before it runs.
         seed_fn: Function that sets the seed; None uses `torch.manual_seed`.
         base_seed: Number from which the seed of each layer is computed.
-        partition_method: What the stages have in equal numbers: "parameters" for trained elements,
-            "uniform" for layers, or "type:REGEX" for layers whose class name matches REGEX.
+        partition_method: The number that is balanced over the stages: "parameters" for trained
+            elements, "uniform" for layers, or "type:REGEX" for layers whose class name matches.
         activation_checkpoint_interval: Number of layers to recompute together; 0 for none.
         activation_checkpoint_func: Function that recomputes layers in backward.
-        checkpointable_layers: Names of the classes of layers to recompute; None for layers with
-            parameters.
+        checkpointable_layers: Names of the layer classes that may be recomputed; None for all
+            classes with parameters.
         dynamic_shape: Whether the shapes of activations change between micro-batches.
 
     Raises:
-        UsageError: Neither `num_stages` nor `topology` is given, or `num_stages` does not divide
-            the world size.
+        UsageError: Neither `num_stages` nor `topology` is given, `num_stages` does not divide the
+            world size, there are fewer layers than stages, or `partition_method` is unknown or
+            matches no layer.
+        NotBuiltError: `partition_method` is "profile", or a layer is itself a `PipelineModule`.
     """
 
     engine_class = PipelineEngine  # class of the engine that `initialize` creates
@@ -155,6 +159,9 @@ class PipelineModule(LayerStages):
         """Set the number of layers to recompute together in backward; 0 for none.
 
         The new number is used from the next forward pass on.
+
+        Raises:
+            UsageError: `interval` is negative or not an integer.
         """
         self.activation_checkpoint_interval = whole_number(
             "set_checkpoint_interval", "interval", interval, 0
@@ -163,7 +170,11 @@ class PipelineModule(LayerStages):
     def take_configured(self, pipeline: Mapping[str, Any]) -> None:
         """Apply the recomputation settings in the section `pipeline` of a configuration.
 
-        These are the keys `activation_checkpoint_interval` and `use_reentrant`.
+        A positive `activation_checkpoint_interval` replaces that of this module. If `use_reentrant`
+        is false, `non_reentrant_checkpoint` recomputes the layers. Other keys are ignored.
+
+        Args:
+            pipeline: The section `pipeline`.
         """
         if (
             isinstance(interval := pipeline.get("activation_checkpoint_interval"), int)
@@ -178,6 +189,7 @@ class PipelineModule(LayerStages):
         """Return whether backward recomputes activations, for each interval of layers.
 
         An interval consists of `activation_checkpoint_interval` consecutive layers of this stage.
+        If that number is 0, the list is empty.
         """
         count = len(self.forward_funcs)
         interval = self.activation_checkpoint_interval
@@ -193,7 +205,7 @@ class PipelineModule(LayerStages):
     # -- ranks
 
     def mesh_statement(self) -> MeshStatement:
-        """Return the mesh axes of the topology and the coordinates of each rank.
+        """Return the sizes of the topology's axes pipe and model, and each rank's coordinates.
 
         `initialize` raises an error if another argument requires a different mesh.
         """
@@ -206,7 +218,7 @@ class PipelineModule(LayerStages):
 
     @property
     def mesh(self) -> Mesh:
-        """Return a mesh of ranks with the sizes of the topology's axes."""
+        """Return a `Mesh` with the sizes of the topology's axes pipe, data and model."""
         grid = self._grid
         return Mesh(
             pp=self.num_stages, dp_shard=grid.data_parallel_size, tp=grid.slice_parallel_size
@@ -217,7 +229,7 @@ class PipelineModule(LayerStages):
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
-        """Return this rank's `PipelineParallelGrid`, which can be passed as `mpu`."""
+        """Return this rank's `PipelineParallelGrid`, which `initialize` accepts as `mpu`."""
         return self._grid
 
     def num_pipeline_stages(self) -> int:

@@ -38,6 +38,9 @@ class PipelineEngine(DeepSpeedEngine):
         """Raise `PipelineError`, because the engine runs only whole batches, as in DeepSpeed.
 
         Call `train_batch` or `eval_batch` instead.
+
+        Raises:
+            PipelineError: Always.
         """
         raise PipelineError(
             "Only train_batch() is accessible in pipeline mode.",
@@ -55,10 +58,15 @@ class PipelineEngine(DeepSpeedEngine):
 
         Args:
             data_iter: Iterator over (inputs, labels), one pair per micro-batch. None uses the data
-                of `set_dataiterator`, `set_dataloader` or the training loader.
+                that `set_dataiterator` or `set_dataloader` has set, or else the engine's data
+                loader.
 
         Returns:
-            The mean loss over micro-batches and data-parallel ranks.
+            The mean loss over micro-batches and data-parallel ranks, on every rank.
+
+        Raises:
+            UsageError: There is no data to read.
+            StopIteration: The iterator yields fewer micro-batches than a step needs.
 
         Note:
             Collective: every rank must call it.
@@ -74,7 +82,9 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Compute the mean loss of a batch without gradients, over all stages.
+        """Run a batch through all stages without gradients, and compute the mean loss.
+
+        The model runs in evaluation mode. Its earlier mode is restored at the end.
 
         Args:
             data_iter: Iterator over (inputs, labels), one pair per micro-batch.
@@ -88,6 +98,9 @@ class PipelineEngine(DeepSpeedEngine):
             The mean loss, or None if `compute_loss` is false. If `return_logits` is true, a pair of
             this value and the list of outputs, one for each micro-batch. The list is None on ranks
             that do not have the last stage.
+
+        Raises:
+            StopIteration: The iterator yields fewer micro-batches than needed.
 
         Note:
             Collective: every rank must call it.
@@ -108,7 +121,10 @@ class PipelineEngine(DeepSpeedEngine):
         )
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Set the iterator that `train_batch` reads if it is called without an iterator."""
+        """Set the iterator that `train_batch` reads if it is called without an iterator.
+
+        The iterator replaces that of an earlier `set_dataiterator` or `set_dataloader`.
+        """
         self._data = iterator
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
@@ -124,7 +140,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._data = again()
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Set a function that converts each batch of the data to a pair (inputs, labels)."""
+        """Set a function that converts each micro-batch of the data to (inputs, labels)."""
         self._batch_fn = fn
 
     def _reentrant_activation_checkpointing(self) -> bool:
@@ -145,7 +161,10 @@ class PipelineEngine(DeepSpeedEngine):
     def reset_activation_shape(self) -> None:
         """Discard the known shapes of the activations that are sent between stages.
 
-        Call this method on all ranks before a batch whose activations have other shapes.
+        Call this method before a batch whose activations have other shapes.
+
+        Note:
+            Every rank must call it, although it does not communicate.
         """
         if self.parts.pipeline is not None:
             self.parts.pipeline.reset_shapes()
@@ -164,7 +183,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def stage_id(self) -> int:
-        """Return the index of the pipeline stage that this rank computes."""
+        """Return the index, counted from 0, of the pipeline stage that this rank computes."""
         return int(self._layers.stage_id)
 
     @property
@@ -174,7 +193,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def micro_batches(self) -> int:
-        """Return the number of micro-batches per step."""
+        """Return the number of micro-batches per training step of one data-parallel rank."""
         return int(self._batch.accumulation)
 
     def is_first_stage(self) -> bool:
@@ -187,12 +206,12 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def is_data_parallel(self) -> bool:
-        """Return whether there are several data-parallel ranks."""
+        """Return whether there is more than one data-parallel rank."""
         return bool(self.grid.data_parallel_size > 1)
 
     @property
     def is_model_parallel(self) -> bool:
-        """Return whether the layers are split over several tensor-parallel ranks."""
+        """Return whether there is more than one tensor-parallel rank."""
         return bool(self.grid.slice_parallel_size > 1)
 
     def is_pipe_parallel(self) -> bool:

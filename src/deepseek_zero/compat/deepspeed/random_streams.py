@@ -105,15 +105,19 @@ def _tensor_rank() -> int:
 
 
 def get_cuda_rng_tracker() -> RandomStreams:
-    """Return the random streams of this process, which a program selects by name."""
+    """Return this process's `RandomStreams`, whose `fork(name)` draws from a named stream."""
     return _STREAMS
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the default random stream and the stream of tensor-parallel layers.
+    """Seed the device's default generator and the stream of tensor-parallel layers.
 
-    The seed of the default stream is `seed`. The seed of the stream of tensor-parallel layers
-    depends on `seed` and on this rank's tensor-parallel index. All other streams are deleted.
+    The stream "model-parallel-rng" is for layers that are split over tensor-parallel ranks. All
+    other streams are deleted.
+
+    Args:
+        seed: Seed of the default generator. The seed of the stream is the sum of this number, 2718
+            and this rank's tensor-parallel index.
     """
     _STREAMS.reset()
     _device().manual_seed(seed)
@@ -123,11 +127,15 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Set a new seed for the random stream of tensor-parallel layers.
 
-    The new seed depends on `seed` and on this rank's tensor-parallel index, as in
-    `model_parallel_cuda_manual_seed`. The default stream is not changed.
+    The state of the device's default generator is not changed.
+
+    Args:
+        seed: The new seed of the stream "model-parallel-rng" is the sum of this number, 2718 and
+            this rank's tensor-parallel index.
 
     Raises:
-        UsageError: `model_parallel_cuda_manual_seed` has not been called before.
+        UsageError: The stream does not exist, because `model_parallel_cuda_manual_seed` has not
+            been called.
     """
     with _STREAMS.fork():
         _device().manual_seed(seed + OFFSET + _tensor_rank())

@@ -40,7 +40,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Return the whole state dict in fp32, with tied weights under all their names.
+    """Return the full state dict of a checkpoint in fp32, with tied weights under all their names.
+
+    Tensors that are not floating-point, such as counters in buffers, keep their dtype.
 
     Args:
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
@@ -50,7 +52,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
             Their method `.contiguous()` reads the tensor from the checkpoint.
 
     Returns:
-        The full fp32 tensors by name, or these objects by name if `lazy_mode` is true.
+        The full tensors by name, or these objects by name if `lazy_mode` is true.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
     """
     lazy = _lazy_state(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
     if lazy_mode:
@@ -73,6 +78,9 @@ def load_state_dict_from_zero_checkpoint(
 
     Returns:
         `model` itself, on the CPU.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
     """
     model = model.cpu()
     model.load_state_dict(
@@ -91,6 +99,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the fp32 weights of a checkpoint as safetensors or torch files.
 
+    Weight files of an earlier conversion in `output_dir` are replaced.
+
     Args:
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
         output_dir: Folder to write.
@@ -99,6 +109,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         safe_serialization: Whether to write safetensors files instead of torch files.
         tag: Name of the checkpoint in the directory; None for the latest.
         exclude_frozen_parameters: Whether to leave out parameters that were not trained.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or `max_shard_size` is invalid.
     """
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
@@ -122,15 +135,21 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Write the weights of a checkpoint in a given dtype, as safetensors or torch files.
 
+    Weight files of an earlier conversion in `output_dir` are replaced.
+
     Args:
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
         output_dir: Folder to write.
-        dtype: Dtype of the weights.
+        dtype: Dtype of the floating-point tensors, or its name, such as "bf16".
         max_shard_size: Largest size of a file, in bytes or as a text such as "5GB"; None for one
             file.
         safe_serialization: Whether to write safetensors files instead of torch files.
         tag: Name of the checkpoint in the directory; None for the latest.
         exclude_frozen_parameters: Whether to leave out parameters that were not trained.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged, or `dtype` or `max_shard_size` is
+            invalid.
     """
     most = _bytes_of(max_shard_size)
     source, tag = _place_of(checkpoint_dir, tag)
@@ -150,7 +169,7 @@ def get_model_state_file(checkpoint_dir: AnyPath, zero_stage: int) -> str:
     """Return the path of the file with rank 0's model states in a checkpoint.
 
     If the checkpoint has the layout of this library, the function writes a temporary file without
-    tensors and returns its path.
+    tensors and returns its path. The file is removed when the process ends.
 
     Args:
         checkpoint_dir: Folder of the checkpoint.
@@ -173,7 +192,10 @@ def get_optim_files(checkpoint_dir: AnyPath) -> list[str]:
     """Return the paths of the files with optimizer states in a checkpoint, in the order of ranks.
 
     If the checkpoint has the layout of this library, the function writes one temporary file without
-    tensors and returns its path.
+    tensors and returns its path. The file is removed when the process ends.
+
+    Args:
+        checkpoint_dir: Folder of the checkpoint.
 
     Raises:
         FileNotFoundError: The checkpoint has no files with optimizer states.
