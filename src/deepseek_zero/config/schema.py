@@ -1543,7 +1543,10 @@ class Config(Section):
 
     @property
     def batch(self) -> Batch:
-        """Return a `Batch` with the train batch size, micro-batch size and accumulation steps."""
+        """Return a `Batch` with the train batch size, micro-batch size and accumulation steps.
+
+        Its `data_size` is the number of ranks that receive different samples.
+        """
         return Batch(
             train=self.train_batch_size,
             micro=self.train_micro_batch_size_per_gpu,

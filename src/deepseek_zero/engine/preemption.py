@@ -35,7 +35,7 @@ FIELD = "preemption signal"  # name of the field of the step message
 
 
 class Preemption:
-    """Saves a checkpoint and ends the run after a rank has received a signal.
+    """Saves a checkpoint and ends the run at the end of a step if a rank has received a signal.
 
     Args:
         settings: The section `checkpoint.save_on_signal` of the configuration. It contains the

@@ -237,8 +237,7 @@ class AdaptivePrecision(UpdatePolicy):
             names: The names of the units that compute in fp32. All other units compute in 16 bits.
 
         Note:
-            Collective: every rank must call it. The weights of no unit may be gathered at that
-            time.
+            Collective: every rank must call it. No weights may be gathered when it is called.
         """
         for unit in self.runtime.units:
             to_fp32 = unit.name in names

@@ -379,9 +379,12 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace this rank's shard of a parameter's reduced gradient.
 
+    The function does not communicate. It may be called between the last backward of an accumulation
+    and the step.
+
     Args:
         param: A parameter of a wrapped model.
-        value: The new shard, flat.
+        value: The new shard, flat. Under fp16 it must be multiplied by the loss scale.
 
     Raises:
         UsageError: The parameter has no reduced gradient, or the size of `value` does not match.
@@ -401,7 +404,8 @@ def safe_update_full_grad_vectorized(
     Args:
         param_list: Parameters of a wrapped model. Those without a gradient are skipped.
         update_func: Called with the full gradient and the parameter. It returns the new gradient,
-            which must have the same values on every rank.
+            which must have the same values on every rank. Under fp16 both gradients are multiplied
+            by the loss scale.
 
     Note:
         Collective: every rank must call it with the same parameters.

@@ -66,7 +66,8 @@ class PipelineModule(LayerStages):
 
     Each layer gets the result of the previous one as its only argument, which may be a tuple. Of
     the `LayerSpec`s, only those of this rank's stage are built. Parameter names contain the layer's
-    index in the whole list, or the key of a tied layer. All ZeRO stages are supported.
+    index in the whole list, or the key of a tied layer. The module is moved to this rank's device.
+    All ZeRO stages are supported.
 
     Args:
         layers: Modules, functions, `LayerSpec`s and `TiedLayerSpec`s, in the order of forward.
@@ -79,7 +80,8 @@ class PipelineModule(LayerStages):
         seed_fn: Function that sets the seed; None uses `torch.manual_seed`.
         base_seed: Number from which the seed of each layer is computed.
         partition_method: The number that is balanced over the stages: "parameters" for trained
-            elements, "uniform" for layers, or "type:REGEX" for layers whose class name matches.
+            elements, "uniform" for layers, or "type:REGEX" for layers whose class name matches
+            REGEX.
         activation_checkpoint_interval: Number of layers to recompute together; 0 for none.
         activation_checkpoint_func: Function that recomputes layers in backward.
         checkpointable_layers: Names of the layer classes that may be recomputed; None for all

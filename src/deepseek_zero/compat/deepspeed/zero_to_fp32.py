@@ -81,6 +81,7 @@ def load_state_dict_from_zero_checkpoint(
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
+        RuntimeError: A tensor has different shapes in the model and in the checkpoint.
     """
     model = model.cpu()
     model.load_state_dict(
