@@ -40,9 +40,9 @@ def parallelize(
 ) -> dict[str, Split]:
     """Split a whole model over the tensor-parallel ranks, in place.
 
-    All ranks receive the first rank's parameter values. Afterwards, each parameter of a split layer
-    contains only this rank's shard. The first forward raises an error if its inputs differ between
-    the ranks. If this call raises an error, no layer has been split.
+    All ranks receive the first rank's parameter values. Afterwards, each weight of a split layer
+    contains only this rank's shard. The first forward raises BatchMismatchError if its inputs
+    differ between the ranks. It also checks the modules that `prove` could not run.
 
     Args:
         model: The whole model, with the same architecture on all ranks.
@@ -56,7 +56,8 @@ def parallelize(
         A dict from the name of each parameter to how it is split over the ranks (`Split`).
 
     Raises:
-        UsageError: A layer that the settings select cannot be split over this number of ranks.
+        UsageError: A layer that the settings select cannot be split over this number of ranks, or
+            no layer can be split. The model is unchanged.
         NotBuiltError: Tensor parallelism does not support the model.
 
     Note:

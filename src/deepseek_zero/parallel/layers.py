@@ -93,8 +93,8 @@ class Layer(nn.Module):
     """Base class of the split layers that a model contains after `parallelize`.
 
     The class is not instantiated. `parallelize` changes the class of a module, such as `nn.Linear`,
-    to a class that also derives from a subclass of `Layer`. The parameters of the module are then
-    this rank's shards.
+    to a class that also derives from a subclass of `Layer`. The weight of the module is then this
+    rank's shard.
 
     Attributes:
         axis: The object that computes the forward of the layer and its collectives, usually a
@@ -169,7 +169,7 @@ class TensorAxis:
     All ranks of the group must call the methods in the same order.
 
     Args:
-        group: The collectives of the tensor-parallel ranks.
+        group: The object that runs the collectives of the tensor-parallel ranks.
         streams: The random-number streams of this rank; None if the model uses no random numbers.
 
     Attributes:
@@ -201,9 +201,14 @@ class TensorAxis:
             A tensor of shape (..., outputs). The last dimension is the number of this rank's
             outputs, or of all outputs.
 
+        Raises:
+            NotBuiltError: The tokens are sharded, and the module around the layer has all-gathered
+                the tokens of another tensor.
+
         Note:
-            Collective if outputs or tokens are gathered: every rank must call it. Backward sums the
-            gradient of `x` over the ranks.
+            Collective if outputs or tokens are gathered: every rank must call it. Backward is
+            collective too. It sums the gradient of `x` over the ranks, with a reduce-scatter if the
+            tokens are sharded.
         """
         entered = self._enter(layer, x)
         part = layer.part
@@ -279,8 +284,8 @@ class TensorAxis:
         """Gather one matrix from each rank on all ranks.
 
         Args:
-            rows: A list that contains only this rank's matrix, shape (n, width). (`VirtualAxis`
-                receives one matrix for each simulated rank.)
+            rows: A list that contains only this rank's matrix, of the same shape (n, width) on
+                every rank. (`VirtualAxis` receives one matrix for each simulated rank.)
             what: The name of the collective, used in error messages.
 
         Returns:
@@ -293,10 +298,11 @@ class TensorAxis:
         return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Prepare a forward: reset state of an earlier forward, and align the random generators.
+        """Prepare a forward of the model on the ranks of the group.
 
-        If the states of the ranks' random generators differ, all ranks take the state of the first
-        rank. The method is registered as a forward pre-hook of the model.
+        The state of an earlier forward is discarded. If the states of the ranks' random generators
+        differ, all ranks take the state of the first rank. The method is registered as a forward
+        pre-hook of the model.
 
         Args:
             module: The model whose forward begins. It is not used.
@@ -315,17 +321,19 @@ class TensorAxis:
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record that the forward of the model has finished.
 
-        The method is registered as a forward hook of the model. The arguments are not used.
+        The method is registered as a forward hook of the model.
 
         Args:
-            module: The model.
-            args: The inputs of the forward.
-            output: The output of the forward.
+            module: The model. It is not used.
+            args: The inputs of the forward. They are not used.
+            output: The output of the forward. It is not used.
         """
         self._runs = False
 
     def read_tokens(self, x: Tensor, name: str) -> Tensor:
         """All-gather the tokens that the column layers of a module will read.
+
+        Column layers that receive the result do not gather the tokens again.
 
         Args:
             x: This rank's tokens, shape (batch, tokens / ranks, n).
@@ -344,7 +352,7 @@ class TensorAxis:
         return read
 
     def enter_tokens(self) -> None:
-        """Switch to the random stream of this rank, before ranks compute different tokens."""
+        """Switch to this rank's random-number stream, before ranks compute different tokens."""
         if self.streams is not None:
             self.streams.forget()  # state of a recomputation that stopped early
             self.streams.enter()
@@ -376,7 +384,10 @@ class TensorAxis:
         return found
 
     def leave(self) -> None:
-        """Switch back to the shared random stream, and free the inputs of column layers."""
+        """Switch to the random-number stream that all ranks share, and drop stored inputs.
+
+        The stored inputs are those that column layers have read since the last row layer.
+        """
         self._forget()
         if self.streams is not None:
             self.streams.leave()

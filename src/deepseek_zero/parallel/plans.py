@@ -72,10 +72,11 @@ class ParallelSettings:
             "gathered" all-gathers the logits. "tiled" is for a loss function that computes the
             output layer itself, in tiles (`activations/tiled_loss.py`).
         layers: Rules (pattern, style, parts, model types), which take precedence over all other
-            rules. The pattern is matched by `re.match` to the names of parameters. The style is
-            "column", "row" or another key of KINDS. Parts is the number of equal projections that
-            are stored in the layer, or a tuple of their widths. Model types are the transformers
-            model types to which the rule applies; an empty tuple means all.
+            rules. The pattern is matched by `re.match` to the name of a layer's weight. The style
+            is "column", "row", "column_gather", "partial" or "skip". "skip" keeps the layer whole.
+            Parts is the number of equal projections that are stored in the layer, or a tuple of
+            their widths. Model types are the transformers model types to which the rule applies; an
+            empty tuple means all.
         uses_other_rules: Whether the model's own plan and the rules of its family apply to layers
             that `layers` does not match.
         needs_a_split: Whether it is an error if no layer is split.
@@ -148,19 +149,22 @@ class ParallelPlan:
         choices: The layers that are split, with the rule that selected each layer.
         partial: The layers that every rank holds whole and whose gradients are summed over the
             ranks.
-        splits: How each parameter is split, by its name in the model.
-        attributes: The new values of module attributes that store a number of heads. A key is a
-            tuple (module name, attribute name), and a value contains one number for each rank.
-        attentions: For each attention, by name, the name of the module that contains its query, key
-            and value projections.
-        left: The layers that stay whole although a rule matches them, with the reason.
+        splits: A dict from the name of each parameter to how it is split.
+        attributes: The new values of module attributes that store a number of heads or a width. A
+            key is a tuple (module name, attribute name), and a value contains one number for each
+            rank.
+        attentions: A dict from the name of each attention module to the name of the module that
+            contains its query, key and value projections.
+        left: The layers that stay whole although a rule matches them. The dict maps the name of
+            each of these layers to the reason.
         stretch: The blocks between which activations are sharded over tokens. None if activations
             are not sharded over tokens.
         why_whole: The reason why `sequence="auto"` does not shard activations over tokens; "" if
             there is none.
-        grain: Feed-forward layers and vocabularies are split at multiples of this number.
-        unproven: Modules with split layers that `prove` could not run. The first forward checks
-            these modules.
+        grain: Feed-forward layers and vocabularies are split at multiples of this number, unless
+            some rank would then get no elements.
+        unproven: Kinds of modules with split layers that `prove` could not run. The first forward
+            checks one module of each kind.
     """
 
     ranks: int
@@ -176,10 +180,12 @@ class ParallelPlan:
     unproven: list[Any] = field(default_factory=list)
 
     def table(self) -> str:
-        """Return the plan as a text table with one line per kind of layer.
+        """Return a text table of the layers that a rule matches, with a header line.
 
-        Layers are of the same kind if their names differ only in block numbers, which are replaced
-        by `*`. Each line ends with the number of layers of its kind.
+        One line stands for all layers that are split in the same way and whose names differ only in
+        block numbers, which are replaced by `*`. It contains the style, the share of each rank, the
+        rule that selected the layers, and their number. For layers that stay whole, the line
+        contains the reason instead of the rule.
         """
         lines = Counter[tuple[str, ...]]()
         for choice in self.choices:
@@ -214,7 +220,8 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
         NotBuiltError: Tensor parallelism does not support the model's family or a style that a rule
             names.
         UsageError: A layer that the settings select cannot be split over this number of ranks. The
-            message names it.
+            message names it. The error is also raised if no layer can be split
+            (`needs_a_split`), or if a layer that a rule matches stays whole (`is_strict`).
     """
     cut = came_cut(model)
     refuse_other_cuts(cut, ranks)

@@ -77,10 +77,10 @@ def prove(model: nn.Module, plan: ParallelPlan) -> None:
 
     For each kind of module that contains split layers, a copy is run on small random inputs: once
     as a whole, and once for each rank with only the rank's part of the split layers. The module may
-    also contain parameters outside split layers. The results show whether the gradients of these
-    parameters must be summed over the ranks, and `plan.splits` is updated accordingly. If the
-    arguments of a module are unknown, the module is added to `plan.unproven`, and the first forward
-    of the model checks it. The model is not changed.
+    also contain parameters outside split layers. The results show whether these parameters must be
+    split, or their gradients summed over the ranks, and `plan.splits` is updated accordingly. A
+    module that cannot be run on such inputs is added to `plan.unproven`, and the first forward of
+    the model checks it. The model is not changed.
 
     Args:
         model: The whole model, before anything is split.

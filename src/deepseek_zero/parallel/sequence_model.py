@@ -56,13 +56,13 @@ class SequenceSettings:
     """Settings of sequence parallelism, which splits sequences over ranks.
 
     Attributes:
-        attention: How attention accesses the tokens of other ranks. "ulysses" exchanges tokens for
-            heads, "all_gather" gathers keys and values, and "auto" uses "ulysses" if the model
-            supports it and "all_gather" otherwise.
+        attention: How attention accesses the tokens of other ranks. With "ulysses", an all-to-all
+            gives each rank all tokens of some heads. "all_gather" gathers keys and values. "auto"
+            uses "ulysses" if the model supports it and "all_gather" otherwise.
         weighs_loss: Whether the model returns the mean loss over all tokens of the sequences. If
             False, the model returns the mean over this rank's tokens, and the caller splits the
             batches and averages the losses.
-        spares_eval: Whether each rank evaluates whole sequences without communication.
+        spares_eval: Whether, in evaluation, each rank runs whole sequences without communication.
     """
 
     attention: Literal["auto"] | AttentionMethod = "auto"
@@ -164,7 +164,7 @@ def share_sequences(
 ) -> None:
     """Prepare a transformers model for sequences that are split over ranks, in place.
 
-    The attention function is replaced by a function that exchanges tokens with other ranks. Hooks
+    The attention function is replaced by a function that communicates with the other ranks. Hooks
     check the inputs and average the loss over the ranks. A model with `SequenceAttention` modules
     is not changed, because these modules communicate themselves.
 
@@ -180,7 +180,8 @@ def share_sequences(
             reason.
 
     Note:
-        The model's forward and backward are collective afterwards: every rank must run them.
+        The model's forward and backward are collective afterwards: every rank must run them. With
+        `SequenceSettings.spares_eval`, this does not apply to evaluation.
     """
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return

@@ -20,15 +20,16 @@ _OTHER_WIDTHS = ("v_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 
 
 class SequenceTraffic(NamedTuple):
-    """Bytes that one rank sends for sequence parallelism.
+    """Bytes that one rank sends for sequence parallelism in one micro-batch.
 
     Attributes:
         attention: How attention accesses the tokens of other ranks: "ulysses" (all-to-all) or
             "all_gather"; "" if the model's own modules communicate.
         layer_bytes: Bytes that a rank sends in one attention layer for each token of this rank, in
             forward and backward. None if the number is unknown.
-        layers: The number of attention layers.
-        row_bytes: Bytes that a rank sends for the loss of a micro-batch.
+        layers: The number of attention layers; 0 if `layer_bytes` is None.
+        row_bytes: Bytes that a rank sends to average the loss of a micro-batch over the ranks; 0 if
+            the loss is not averaged.
     """
 
     attention: AttentionMethod | str
@@ -58,8 +59,8 @@ def traffic_of_sequences(
 
     Returns:
         A `SequenceTraffic` with the bytes for each token and attention layer, and for the loss of
-        the micro-batch. `layer_bytes` is None (unknown) if the model contains `SequenceAttention`
-        modules, or if its keys and values differ in width.
+        the micro-batch. `layer_bytes` is None (unknown) and `layers` is 0 if the model contains
+        `SequenceAttention` modules, or if its keys and values differ in width.
 
     Raises:
         NotBuiltError: Sequence parallelism does not support the model.

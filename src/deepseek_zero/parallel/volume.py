@@ -36,7 +36,7 @@ def traffic_of(
     coordinate: int,
     compute: torch.dtype | None = None,
 ) -> list[LayerTraffic]:
-    """Compute the bytes that one rank sends for tensor parallelism.
+    """Compute the bytes that one rank sends for the split layers in forward and backward.
 
     The split layers are grouped as in the plan. A group contains the column layers of an attention
     or a feed-forward layer, and the row layer that reads their outputs. The result assumes that
@@ -50,7 +50,8 @@ def traffic_of(
         plan: The result of `choose` for this model.
         settings: The settings with which the plan was made. They determine whether the loss reads
             split logits.
-        coordinate: The index of the rank on the tensor-parallel axis. Shards may differ in size.
+        coordinate: The index of the rank on the tensor-parallel axis. The result depends on it
+            because shards may differ in size.
         compute: The dtype of activations, if it differs from the model's.
 
     Returns:

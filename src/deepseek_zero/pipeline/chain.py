@@ -63,9 +63,9 @@ class ChainPart:
 
 @dataclass(frozen=True)
 class Chain:
-    """The result of `find_chain`: a model whose forward calls a list of blocks one after the other.
+    """Describes a model whose forward calls a list of blocks one after the other.
 
-    A pipeline can divide such a model between any two blocks.
+    `find_chain` returns this description. A pipeline can divide the model between any two blocks.
 
     Attributes:
         container: Full name of the module whose children are the blocks.
@@ -115,8 +115,9 @@ def find_chain(
         the blocks. `cut_model` uses it to divide the model.
 
     Raises:
-        ChainError: A block does not pass exactly one tensor to the next block. The message names
-            the modules between which the model cannot be divided.
+        ChainError: The model has no list of blocks, its forward cannot run on fake tensors, or a
+            block does not pass exactly one tensor to the next block. In the last case, the message
+            names the modules between which the model cannot be divided.
     """
     container = container_of_blocks(model) if blocks is None else blocks
     if container is None:

@@ -26,15 +26,17 @@ from .stage import Received
 
 
 class LayerSpec:
-    """A layer that is built later, so that each rank builds only the layers of its stage.
+    """Stores the class and arguments of a layer that is built later.
+
+    Each rank therefore builds only the layers of its stage.
 
     Args:
-        typename: Class of the module.
+        typename: Class of the module, a subclass of `torch.nn.Module`.
         *module_args: Positional arguments of the module's constructor.
         **module_kwargs: Keyword arguments of the module's constructor.
 
     Raises:
-        UsageError: `typename` is not a class of modules.
+        UsageError: `typename` is not a subclass of `torch.nn.Module`.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -68,16 +70,21 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares weights with all other layers of the same key.
+    """Stores the class and arguments of a layer that shares weights with other layers.
+
+    All layers with the same key share the weights that `tied_weight_attr` names.
 
     Args:
         key: A name that identifies the shared weights.
-        typename: Class of the module.
+        typename: Class of the module, a subclass of `torch.nn.Module`.
         *module_args: Positional arguments of the module's constructor.
         forward_fn: Called with (module, input) instead of the module's forward. None uses the
             module's forward.
         tied_weight_attr: Name or names of the shared weights in the module; dots select submodules.
         **module_kwargs: Keyword arguments of the module's constructor.
+
+    Raises:
+        UsageError: `typename` is not a subclass of `torch.nn.Module`.
     """
 
     def __init__(
@@ -118,6 +125,9 @@ class Labelled(NamedTuple):
         Args:
             batch: The item, which must be a pair (inputs, labels) or already a `Labelled`.
 
+        Returns:
+            A `Labelled` with the inputs and labels of the item.
+
         Raises:
             UsageError: The item is not a pair.
         """
@@ -152,9 +162,14 @@ class LayerStages(nn.Module):
         checkpoint_interval: Number of layers that are recomputed together in backward; 0 disables
             recomputation.
         checkpoint_func: The function that recomputes activations, called like
-            `torch.utils.checkpoint.checkpoint`.
+            `torch.utils.checkpoint.checkpoint`. None disables recomputation.
         checkpointable: Names of the layer classes that may be recomputed. None means all classes
             with parameters.
+
+    Raises:
+        UsageError: A layer cannot be called, there are fewer layers than stages, or the method is
+            unknown or matches no layer.
+        NotBuiltError: A layer is a `LayerStages`, or the method is "profile".
     """
 
     dynamic_shape = False  # whether the shapes of activations change between micro-batches
@@ -199,12 +214,12 @@ class LayerStages(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Return whether this is the first stage."""
+        """Return whether this module contains the first stage of the model."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Return whether this is the last stage."""
+        """Return whether this module contains the last stage of the model."""
         return self.index == self.num_stages - 1
 
     def stage_owner(self, layer_idx: int) -> int:
@@ -226,7 +241,11 @@ class LayerStages(nn.Module):
 
     @property
     def ties(self) -> dict[str, Numbers]:
-        """Return the stages that share each tied weight: their numbers by the weight's name."""
+        """Return a dict from each weight that stages share to the numbers of these stages.
+
+        The keys are the names of the weights in the model. Weights that are tied only within one
+        stage are omitted.
+        """
         return self._in_several_stages(lambda layer: layer.tied_weight_attr)
 
     @property
@@ -261,7 +280,7 @@ class LayerStages(nn.Module):
             index: Number of the stage.
 
         Returns:
-            The layers of that stage.
+            A `LayerStages` with the layers of that stage.
         """
         found = copy(self)
         nn.Module.__init__(found)  # without layers and hooks
@@ -350,6 +369,9 @@ class LayerStages(nn.Module):
     def recomputes(self, layers: Sequence[Callable[..., Any]]) -> bool:
         """Return whether the activations of some consecutive layers may be recomputed in backward.
 
+        If `checkpointable` was given, it must contain the class names of all these layers.
+        Otherwise, at least one of the layers must have parameters.
+
         Args:
             layers: The layers, which belong to this stage.
         """
@@ -386,7 +408,8 @@ class LayersStage:
             for the next stage.
 
         Raises:
-            UsageError: The last layer returns something other than tensors for the next stage.
+            UsageError: This is not the last stage, and its last layer returns something other than
+                a tensor or a tuple of tensors.
         """
         self.layers.received = received[0] if len(received) == 1 else received
         given = micro.inputs if self.layers.is_first else RECEIVED

@@ -126,7 +126,7 @@ class _Given:
 
 
 class PlainLoop:
-    """Runs an ordinary training loop (forward, backward, step) over pipeline stages.
+    """Runs the calls of an ordinary training loop (forward, backward, step) on pipeline stages.
 
     A call of the model in training runs the schedule's forwards and backwards, and accumulates the
     gradients. The backward of the returned loss therefore computes no gradients. It multiplies the
@@ -140,7 +140,8 @@ class PlainLoop:
         check: A function that compares the first batch between the ranks that must receive equal
             batches. Every rank of the pipeline calls it. None skips the comparison.
         own_rows: The communicator of the ranks of the pipeline, if each of them receives its own
-            batch (as with accelerate). None if all ranks of the pipeline receive the same batch.
+            batch (as with accelerate). Direct calls of the model in evaluation then also run the
+            pipeline. None if all ranks of the pipeline receive the same batch.
     """
 
     def __init__(
@@ -333,7 +334,7 @@ class PlainLoop:
 
     @property
     def waiting(self) -> int:
-        """Return the number of losses whose backward has not been called yet."""
+        """Return how many losses of training calls have not had their backward yet."""
         return len(self._open)
 
     @contextmanager
@@ -344,7 +345,8 @@ class PlainLoop:
             loss: The loss, or a tensor computed from it, whose backward must run.
 
         Raises:
-            UsageError: No backward of a loss of this loop ran in the block.
+            UsageError: No backward of a loss of this loop ran in the block. If `loss` is not a
+                tensor that requires a gradient, the error is raised on entry.
         """
         many = len(self._open)
         if isinstance(loss, Tensor) and loss.requires_grad:
@@ -434,7 +436,7 @@ class PlainLoop:
         """Check that no backward is missing, and reduce accumulated gradients before a step.
 
         Raises:
-            UsageError: The backward of a loss is missing.
+            UsageError: The backward of a loss is missing. The step's gradients are discarded.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -479,7 +481,9 @@ class PlainLoop:
         """Raise an error if a step has already begun, because `train_batch` runs a whole step.
 
         Raises:
-            UsageError: Gradients are accumulated already, or each rank receives its own batch.
+            UsageError: Gradients are accumulated already, or each rank receives its own batch. The
+                error is also raised if the backward of a loss is missing. In this case, the step's
+                gradients are discarded.
         """
         self.refuse_own_rows("train_batch")
         self.refuse_open()
@@ -493,8 +497,8 @@ class PlainLoop:
     def forget(self) -> None:
         """Discard the record of all forward calls of the step.
 
-        The method is called after the gradients of these calls were discarded. `before_step` has
-        the same effect on the record.
+        The method is called after the gradients of these calls were discarded. A later backward of
+        their losses raises UsageError.
         """
         self._open.clear()
         self._added = 0

@@ -58,7 +58,7 @@ class StagedModel:
 
     @property
     def tied(self) -> Numbers:
-        """Return the numbers of the stages that share a weight with another stage, in order."""
+        """Return the ascending numbers of the stages that share a weight with another stage."""
         return tied_stages(self.ties)
 
 
@@ -175,6 +175,9 @@ class Pipeline:
 
         Returns:
             The order of actions for every pipeline rank.
+
+        Raises:
+            UsageError: The schedule does not support this number of micro-batches.
         """
         key = self.name if trains else "forward_only", micro_batches
         if key in self._schedules:
@@ -201,6 +204,9 @@ class Pipeline:
 
         Returns:
             `MicroBatch` objects, or `Labelled` objects if the model is a list of layers.
+
+        Raises:
+            UsageError: The model is a list of layers, and an item is not a pair (inputs, labels).
         """
         return [
             MicroBatch.of(each) if self.staged.has_all_inputs else Labelled.of(each)
@@ -260,15 +266,18 @@ class Pipeline:
     ) -> tuple[Tensor | None, list[Any] | None]:
         """Run the forwards of micro-batches, without backwards.
 
+        The recorded shapes of messages are discarded before and after the forwards.
+
         Args:
             micro_batches: The micro-batches, as for `train`.
-            keeps_outputs: Whether to return the outputs on the last stage.
+            keeps_outputs: Whether to return the outputs on ranks with the last stage.
             has_loss: Whether to compute the loss from the outputs.
 
         Returns:
-            A tuple of the mean loss and the list of the model's outputs. The mean loss is the same
-            on every rank, and None if `has_loss` is False. The outputs are None if `keeps_outputs`
-            is False, and on ranks without the last stage.
+            A tuple of the mean loss and the list of the model's outputs. The mean is taken over
+            micro-batches and data-parallel ranks. It is the same on every rank, and None if
+            `has_loss` is False. The outputs are None if `keeps_outputs` is False, and on ranks
+            without the last stage.
 
         Note:
             Collective: every rank must call it.
@@ -292,7 +301,7 @@ class Pipeline:
             what: Name of the exchange in error messages.
 
         Returns:
-            A tensor of shape (pipeline ranks, size), in rank order.
+            A tensor of shape (pipeline ranks, size), in the order of the ranks along "pp".
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -316,13 +325,13 @@ class Pipeline:
         return self.gather_rows(row, what)[-1]
 
     def seen_bytes(self) -> tuple[list[int], list[int]] | None:
-        """Return the bytes that stages sent each other in the last training step.
+        """Return the bytes that stages sent each other for the last training micro-batch.
 
         Returns:
             A tuple of two lists, with one number for each pair of consecutive stages. The first
             list contains the bytes of the outputs of one micro-batch. The second list contains the
             bytes of the gradients of these outputs. A number is 0 if neither stage of the pair is
-            on this rank. The result is None before the first step.
+            on this rank. The result is None before the first training step.
         """
         forms = self.executor.forms.seen_in_training
         if not forms:

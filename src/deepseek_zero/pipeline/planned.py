@@ -33,7 +33,7 @@ def planned_pipeline(
     Args:
         staged: The divided model, as `cut_model` returned it on this rank.
         mesh: The mesh, whose coordinates select the rank.
-        trained: Whether each parameter of the whole model is trained, by name.
+        trained: A dict from the name of each parameter of the whole model to whether it is trained.
         schedule: Name of the schedule, for example "1f1b".
         group: For the schedule "breadth_first": the number of micro-batches that a rank runs in one
             stage before its next stage. None means all micro-batches of a step.
@@ -43,7 +43,12 @@ def planned_pipeline(
 
     Returns:
         A `PipelinePlan` with the stages, the schedule, how often weights are gathered, and the
-        bytes of the messages between stages.
+        bytes of the messages between stages for one micro-batch. For a model that is a list of
+        layers, it contains no blocks and no message sizes.
+
+    Raises:
+        UsageError: The schedule is unknown or does not support these numbers of ranks, stages and
+            micro-batches.
     """
     rank = mesh.coordinates["pp"]
     table = make_schedule(

@@ -34,8 +34,8 @@ Numbers = tuple[int, ...]  # of stages or ranks
 class StageActionKind(Enum):
     """Kinds of actions in a pipeline schedule, such as a forward, a send or a gather.
 
-    The values are the names that PyTorch uses for these actions. The action TIE, which sums the
-    gradients of weights that several stages share, does not exist in PyTorch.
+    The values are the names that PyTorch uses for these actions, except for TIE, which does not
+    exist in PyTorch. TIE sums the gradients of weights that several stages share.
     """
 
     FORWARD = "F"

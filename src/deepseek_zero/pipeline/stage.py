@@ -76,7 +76,7 @@ class MicroBatch(NamedTuple):
         """Convert an item of a data loader to arguments of the model.
 
         A mapping is converted to keyword arguments, and a tuple or list to positional arguments.
-        Any other value becomes a single positional argument.
+        Any other value becomes a single positional argument. A `MicroBatch` is returned unchanged.
 
         Args:
             batch: The item of the data loader.
@@ -397,7 +397,7 @@ class ModelStage:
             micro: The micro-batch, which is not used.
 
         Raises:
-            UsageError: The model returned no loss.
+            UsageError: The output contains no loss, or the loss is not a tensor with one element.
         """
         return loss_of(output)
 

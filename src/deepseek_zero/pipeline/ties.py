@@ -21,7 +21,7 @@ TILE_NUMEL = 1 << 16  # elements of the fp32 scratch buffer of a sum
 
 
 class Ties:
-    """Synchronizes the weights that several pipeline stages share (tied weights).
+    """Synchronizes the weights that pipeline stages on several ranks share (tied weights).
 
     `spread` copies their initial values between the ranks. `add_up` sums their gradients in each
     step, so that the copies of a weight stay equal.
@@ -60,14 +60,14 @@ class Ties:
 
     @property
     def is_sharing(self) -> bool:
-        """Return whether this rank has a weight of which other ranks have copies."""
+        """Whether this rank has a tied weight that a pipeline stage on another rank also uses."""
         return self.comm is not None
 
     def is_counted(self, name: str) -> bool:
-        """Return whether this rank's copy of a weight is counted in norms and saved.
+        """Return whether this rank includes its copy of a weight in norms and checkpoints.
 
-        Of all ranks that share a weight, only the rank with the first stage counts and saves it. A
-        weight that is not shared is always counted and saved.
+        Of the pipeline ranks that share a tied weight, only the rank with the first stage that uses
+        it returns True. For a weight that other stages do not use, the result is always True.
 
         Args:
             name: The name of the weight in the whole model.

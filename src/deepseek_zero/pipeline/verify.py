@@ -74,9 +74,9 @@ def simulate(
 ) -> tuple[list[TimedAction], float]:
     """Simulate a step of a pipeline schedule, to find its timeline and its duration.
 
-    A receive waits for the matching send. A send waits while the receiving rank has not received
-    earlier messages, if there are as many as `PipelineSchedule.in_flight` allows. The sum of tied
-    gradients waits for all ranks that share weights. Messages, gathers and reductions take no time.
+    A receive waits for the matching send. A send waits while the other rank has not yet received
+    `PipelineSchedule.in_flight` earlier messages of the sending rank. The sum of tied gradients
+    waits for all ranks that share weights. Messages, gathers and reductions take no time.
 
     Args:
         schedule: The schedule to simulate, with the actions of every rank.
@@ -88,8 +88,8 @@ def simulate(
         times. The second element is the duration of the step in seconds.
 
     Raises:
-        ScheduleError: The ranks deadlock, or a rank receives messages in an order that differs from
-            the order in which they are sent.
+        ScheduleError: The ranks deadlock, a message is never received, or a rank receives messages
+            in an order that differs from the order in which they are sent.
     """
     programs = schedule.programs
     tied = len({schedule.placement[stage] for stage in schedule.tied})

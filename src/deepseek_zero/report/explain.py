@@ -82,8 +82,8 @@ def shares(meter: Meter) -> dict[str, float]:
 def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
     """Return lines of text about how the time of steps was spent.
 
-    Until two steps have been taken, the only line states that measurement starts with the second
-    step.
+    A kind of wait that takes at least 2 % of the time has a line with advice. Until two steps have
+    been taken, the only line states that measurement starts with the second step.
 
     Args:
         meter: Measurements of all steps on this rank.
@@ -105,7 +105,8 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
 def what_moved(links: Sequence[MemoryLink]) -> list[str]:
     """Return lines of text that report the transfers between the device and each other memory.
 
-    If steps wait long for the slowest of these memories, the last line gives advice.
+    If this rank waits for one of these memories for more than 2 % of a step, the last line contains
+    advice for the memory with the longest wait.
 
     Args:
         links: The traffic of this rank to each memory, from `links_of`.

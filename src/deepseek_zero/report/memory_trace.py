@@ -64,7 +64,7 @@ class MemoryTrace:
 
     @property
     def peak(self) -> dict[str, int]:
-        """Return the sample with the largest total: bytes by kind."""
+        """Return the bytes by kind of the sample with the largest total; {} without samples."""
         return max(self.samples, key=lambda sample: sum(sample.values()), default={})
 
     @property
@@ -74,7 +74,11 @@ class MemoryTrace:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Return a context manager that records the memory after operators in its block."""
+        """Return a context manager that appends to `samples` and `marks` in its block.
+
+        It samples the memory after each operator that allocates or frees memory, and once at the
+        end. Storages of less than 1 KiB are traced only if `held` returns their tensors.
+        """
         with dispatch_mode(self._run):
             yield
         self._forget_gone()
@@ -134,6 +138,9 @@ class MemoryTrace:
         Args:
             path: Path of the PNG file to write.
             title: Title of the picture.
+
+        Raises:
+            NotBuiltError: matplotlib is not installed, or `path` is a URL.
         """
         order = [
             *COLOURS,

@@ -64,7 +64,7 @@ class NetworkLink:
 def network_links(
     plan: Plan, meter: Meter, line: Line | None, comm_ctx: CommContext
 ) -> list[NetworkLink]:
-    """Return the bytes that this rank sends between hosts and inside its host.
+    """Return the bytes per step that this rank sends between hosts and inside its host.
 
     Bytes that ranks of a host read from each other's memory count as sent inside the host.
     Compression affects only messages among the ranks over which states are sharded. Sums over

@@ -127,11 +127,15 @@ def strip_of(actions: Sequence[Action]) -> Strip:
 def draw(plan: Plan, path: Path | str) -> None:
     """Draw a plan as a PNG: the bytes of each unit, and when the unit is used.
 
-    If the mesh has several ranks, the mesh and the schedule of the pipeline are drawn below.
+    If the mesh has several ranks, the mesh is drawn below. If the plan has a pipeline, its schedule
+    is drawn next to the mesh.
 
     Args:
         plan: Plan of the run to draw.
         path: Path of the PNG file to write.
+
+    Raises:
+        NotBuiltError: matplotlib is not installed, or `path` is a URL.
     """
     draw_plan(places_of(plan), plan.schedule, path, plan.explain()[0], plan.mesh, plan.pipeline)
 
