@@ -278,17 +278,21 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Return the parameter groups, as in `torch.optim.Optimizer`."""
+        """Return the parameter groups.
+
+        If a model has been wrapped, the first call of a method such as `step` replaces the
+        parameters in the groups by this rank's shards.
+        """
         return self.client.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return the optimizer state of each parameter, as in `torch.optim.Optimizer`."""
+        """Return the optimizer state of each tensor in `param_groups`."""
         return self.client.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return the default options, as in `torch.optim.Optimizer`."""
+        """Return the default options of parameter groups."""
         return self.client.defaults
 
     def _attach(self) -> ShardedOptimizer | Optimizer:

@@ -53,7 +53,7 @@ class Init(zero_init.Init):
     In a program that imports `deepspeed`, the parameters also have DeepSpeed's `ds_*` attributes.
 
     Args:
-        module: A module that exists already and is sharded immediately; None for no such module.
+        module: An existing module to shard immediately, or None.
         dtype: The dtype to which values are cast when they are sharded; None keeps their dtype.
         enabled: If False, the context does nothing.
         config_dict_or_path: A configuration. In a program that imports `deepspeed`, the dtype of
@@ -115,14 +115,18 @@ class Init(zero_init.Init):
 class GatheredParameters(gathered_parameters.GatheredParameters):
     """Context manager in which sharded parameters have their full values.
 
-    Parameters that are not sharded are not changed.
+    The context has no effect on parameters that are not sharded.
 
     Args:
         params: A parameter, several parameters, or a module.
         modifier_rank: The rank whose in-place changes all ranks adopt at exit. If None, the values
-            are read-only. A change would then be lost, so it raises UsageError on all ranks.
+            are read-only.
         fwd_module: Accepted and ignored.
         enabled: If False, the context does nothing.
+
+    Raises:
+        UsageError: A parameter was changed although `modifier_rank` is None, or its memory was
+            replaced by a tensor of another shape or dtype. The error is raised on all ranks.
 
     Note:
         Collective when the block begins and ends: every rank must pass the same parameters.

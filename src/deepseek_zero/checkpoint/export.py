@@ -274,8 +274,8 @@ def export_safetensors(
 ) -> list[str]:
     """Write the full weights as safetensors files into a folder.
 
-    File k is written by rank k modulo the number of ranks, so all ranks write at the same time if
-    there are enough files. The folder changes only after everything is on the disk.
+    The ranks take the files in turn, so all ranks write at the same time if there are enough files.
+    The folder changes only after everything is on the disk.
 
     Args:
         runtime: Runtime that holds this rank's shards.

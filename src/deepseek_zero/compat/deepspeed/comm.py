@@ -105,7 +105,7 @@ def initialize_mesh_device(
         mesh_dim_names: Names of the dimensions.
 
     Returns:
-        The device mesh, which has one process group for each dimension on this rank.
+        The device mesh, which has a process group for each of its dimensions.
 
     Note:
         Collective: every rank must call it.

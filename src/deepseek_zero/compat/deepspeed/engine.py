@@ -644,7 +644,7 @@ class DeepSpeedEngine(ZeroEngine):
             yield
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
-        """Do nothing, because gradients are reduced when backward ends.
+        """Do nothing, because `backward` already reduces the gradients.
 
         Args:
             bucket_size: Accepted and ignored.
