@@ -46,6 +46,8 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
 def difference(batch: Any, comm: Comm) -> str | None:
     """Compare the batches of ranks that must all receive the same batch.
 
+    Only the tensors in the batches are compared.
+
     Args:
         batch: This rank's batch: a tensor, or nested containers with tensors.
         comm: The communicator of the ranks to compare.

@@ -92,9 +92,9 @@ class Axis(Protocol):
 class Layer(nn.Module):
     """Base class of the split layers that a model contains after `parallelize`.
 
-    The class is not instantiated. `parallelize` changes the class of a module, such as `nn.Linear`,
-    to a class that also derives from a subclass of `Layer`. The weight of the module is then this
-    rank's shard.
+    The class is not instantiated directly. `parallelize` changes the class of a module, such as
+    `nn.Linear`, to a class that also derives from a subclass of `Layer`. The weight of the module
+    is then this rank's shard.
 
     Attributes:
         axis: The object that computes the forward of the layer and its collectives, usually a

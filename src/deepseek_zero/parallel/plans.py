@@ -73,10 +73,10 @@ class ParallelSettings:
             output layer itself, in tiles (`activations/tiled_loss.py`).
         layers: Rules (pattern, style, parts, model types), which take precedence over all other
             rules. The pattern is matched by `re.match` to the name of a layer's weight. The style
-            is "column", "row", "column_gather", "partial" or "skip". "skip" keeps the layer whole.
-            Parts is the number of equal projections that are stored in the layer, or a tuple of
-            their widths. Model types are the transformers model types to which the rule applies; an
-            empty tuple means all.
+            is "column", "row", "column_gather", "partial" or "skip". "skip" keeps the layer whole,
+            and "partial" also sums its gradients over the ranks. Parts is the number of equal
+            projections that are stored in the layer, or a tuple of their widths. Model types are
+            the transformers model types to which the rule applies; an empty tuple means all.
         uses_other_rules: Whether the model's own plan and the rules of its family apply to layers
             that `layers` does not match.
         needs_a_split: Whether it is an error if no layer is split.
@@ -220,8 +220,8 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
         NotBuiltError: Tensor parallelism does not support the model's family or a style that a rule
             names.
         UsageError: A layer that the settings select cannot be split over this number of ranks. The
-            message names it. The error is also raised if no layer can be split
-            (`needs_a_split`), or if a layer that a rule matches stays whole (`is_strict`).
+            message names it. The error is also raised if no layer can be split (`needs_a_split`),
+            or if a layer that a rule matches stays whole (`is_strict`).
     """
     cut = came_cut(model)
     refuse_other_cuts(cut, ranks)

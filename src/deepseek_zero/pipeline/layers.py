@@ -78,8 +78,8 @@ class TiedLayerSpec(LayerSpec):
         key: A name that identifies the shared weights.
         typename: Class of the module, a subclass of `torch.nn.Module`.
         *module_args: Positional arguments of the module's constructor.
-        forward_fn: Called with (module, input) instead of the module's forward. None uses the
-            module's forward.
+        forward_fn: A function that is called with (module, input) instead of the module's forward.
+            None uses the module's forward.
         tied_weight_attr: Name or names of the shared weights in the module; dots select submodules.
         **module_kwargs: Keyword arguments of the module's constructor.
 
@@ -153,11 +153,11 @@ class LayerStages(nn.Module):
         index: Number of this stage, counted from 0.
         method: How layers are assigned to stages: "uniform", "parameters", "type:REGEX" or "best";
             see `partition`.
-        loss_fn: Called with (output, labels) in the last stage; None if the last layer returns the
-            loss.
+        loss_fn: A function that is called with (output, labels) in the last stage and returns the
+            loss; None if the last layer returns the loss.
         seed_layers: Whether to set torch's random seed before each layer is built and before each
             layer runs.
-        seed_fn: Sets the seed; None uses `torch.manual_seed`.
+        seed_fn: A function that sets the seed; None uses `torch.manual_seed`.
         base_seed: The number from which the seed of each layer is computed.
         checkpoint_interval: Number of layers that are recomputed together in backward; 0 disables
             recomputation.
@@ -389,7 +389,7 @@ class LayersStage:
     The pipeline calls its `forward` and, in the last stage, its `loss`.
 
     Args:
-        layers: The layers of this rank's stage.
+        layers: The module with the layers of this rank's stage.
     """
 
     def __init__(self, layers: LayerStages) -> None:

@@ -226,6 +226,9 @@ class Pipeline:
             The mean loss over micro-batches and data-parallel ranks, a scalar that is the same on
             every rank.
 
+        Raises:
+            UsageError: The model returned no loss in the last stage.
+
         Note:
             Collective: every rank must call it.
         """
@@ -278,6 +281,9 @@ class Pipeline:
             micro-batches and data-parallel ranks. It is the same on every rank, and None if
             `has_loss` is False. The outputs are None if `keeps_outputs` is False, and on ranks
             without the last stage.
+
+        Raises:
+            UsageError: `has_loss` is True, and the model returned no loss in the last stage.
 
         Note:
             Collective: every rank must call it.

@@ -67,7 +67,7 @@ class Ties:
         """Return whether this rank includes its copy of a weight in norms and checkpoints.
 
         Of the pipeline ranks that share a tied weight, only the rank with the first stage that uses
-        it returns True. For a weight that other stages do not use, the result is always True.
+        it returns True. For a weight that only one pipeline rank uses, the result is True.
 
         Args:
             name: The name of the weight in the whole model.
@@ -76,6 +76,8 @@ class Ties:
 
     def spread(self, values: Mapping[str, Tensor]) -> None:
         """Copy the first stage's values of each shared weight to the other ranks that use it.
+
+        The first stage is the first one that uses the weight.
 
         Args:
             values: This rank's contiguous shared weights, by name. They are overwritten on all

@@ -29,9 +29,9 @@ class Advice:
     """Sizes of a plan, from which `where_steps_went` derives its advice.
 
     Attributes:
-        ahead_numel: Number of elements that are gathered before they are needed.
-        window_numel: Maximum number of elements that are gathered at the same time.
-        largest_numel: Number of elements of the largest unit.
+        ahead_numel: Number of weight elements whose gather starts before they are needed.
+        window_numel: Maximum number of weight elements that are gathered at the same time.
+        largest_numel: Number of weight elements in the largest unit.
         in_place: Whether gathers move no bytes, because ranks read each other's memory. Waiting for
             weights is then caused by slower ranks.
     """
@@ -80,7 +80,7 @@ def shares(meter: Meter) -> dict[str, float]:
 
 
 def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
-    """Return lines of text about how the time of steps was spent.
+    """Return lines of text that report how this rank spent the time of its steps.
 
     A kind of wait that takes at least 2 % of the time has a line with advice. Until two steps have
     been taken, the only line states that measurement starts with the second step.

@@ -78,7 +78,7 @@ def links_of(tiers: Tiers, meter: Meter) -> list[MemoryLink]:
     """Return the traffic of this rank between the device and each other memory.
 
     Args:
-        tiers: Memories outside the device, with the counts of their transfers.
+        tiers: The memories outside the device, with the counts of their transfers.
         meter: Measurements of the steps on this rank.
 
     Returns:

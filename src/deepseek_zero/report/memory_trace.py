@@ -48,10 +48,12 @@ class MemoryTrace:
     """A trace of the memory in use, in bytes by kind, over the operators of a step.
 
     Attributes:
-        held: A function that returns the tensors that the engine currently holds, by kind.
+        held: A function that returns a dict from each kind to the tensors of this kind that the
+            engine currently holds.
         phase: A function that returns the name of the current phase, for example "forward".
         samples: For each sampled operator, the bytes in use by kind.
-        marks: For each phase, a tuple of the index of its first sample and its name.
+        marks: For each change of the phase, a tuple of the index of the first sample in the new
+            phase and its name.
     """
 
     held: Held

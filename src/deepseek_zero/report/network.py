@@ -67,8 +67,9 @@ def network_links(
     """Return the bytes per step that this rank sends between hosts and inside its host.
 
     Bytes that ranks of a host read from each other's memory count as sent inside the host.
-    Compression affects only messages among the ranks over which states are sharded. Sums over
-    replicas and gathers from a second copy are sent uncompressed.
+    Compression affects only messages among the ranks over which states are sharded. The sums of
+    gradients over replicas and the gathers from the second copy of the weights (hpZ) are sent
+    uncompressed.
 
     Args:
         plan: Plan of the run, which has the sizes of messages.
