@@ -125,8 +125,9 @@ class GatheredParameters(gathered_parameters.GatheredParameters):
         enabled: If False, the context does nothing.
 
     Raises:
-        UsageError: A parameter was changed although `modifier_rank` is None, or its memory was
-            replaced by a tensor of another shape or dtype. The error is raised on all ranks.
+        UsageError: A parameter was changed although `modifier_rank` is None. All ranks raise this
+            error. It is also raised if the memory of a parameter was replaced by a tensor of
+            another shape or dtype.
 
     Note:
         Collective when the block begins and ends: every rank must pass the same parameters.
