@@ -618,8 +618,8 @@ class SaveOnSignalKeywords(TypedDict, total=False):
     """Keys of `checkpoint.save_on_signal`."""
 
     path: str | Auto | None
-    """Ours. Directory to save to at the next step boundary when a rank receives one of the signals; the job then ends
-    with exit code 85. null: signals are not handled.
+    """Ours. If a rank receives one of the signals, the job saves to this directory after the current or the next step,
+    and ends with exit code 85. null: signals are not handled.
     """
     signals: (
         Sequence[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"]]

@@ -801,8 +801,8 @@ class SaveOnSignal(Section):
 
     path: str | None = effective(
         None,
-        "Ours. Directory to save to at the next step boundary when a rank receives one of the "
-        "signals; the job then ends with exit code 85. null: signals are not handled.",
+        "Ours. If a rank receives one of the signals, the job saves to this directory after the "
+        "current or the next step, and ends with exit code 85. null: signals are not handled.",
         example="checkpoints",
     )
     signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = effective(

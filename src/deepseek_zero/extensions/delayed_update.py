@@ -171,7 +171,7 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred is not None
 
     def expected(self) -> Decision | None:
-        """Return the decision by which the current step applies the previous step's gradients.
+        """Return how the current step applies the stored gradients of the previous step.
 
         Returns:
             A `Decision` with the factor and the hyper-parameters of the update, and with the

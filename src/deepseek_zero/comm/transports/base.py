@@ -238,8 +238,9 @@ class PointToPoint(Transport):
         """Start to send a tensor to each of these ranks, and to receive one from each.
 
         Args:
-            messages: By rank, the outgoing and the incoming tensor. Empty tensors are not sent.
-            cid: The identity of the collective.
+            messages: By world rank, a pair of the tensor to send and the tensor to receive into.
+                Empty tensors are not sent.
+            cid: The identifier of the collective.
 
         Returns:
             A function that waits until all tensors were sent and received.
