@@ -114,14 +114,14 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Set whether the inputs of checkpoints are sharded over the tensor-parallel ranks.
+    """Set whether the inputs of activation checkpoints are sharded over tensor-parallel ranks.
 
-    The call is equivalent to `configure(partition_activations=...)`. Only the configuration key
-    `activation_checkpointing.partition_activations` of an engine can enable sharding. Without it,
-    True only logs that inputs are not sharded.
+    The call is equivalent to `configure(partition_activations=partition_activation)`. It can enable
+    sharding only if `activation_checkpointing.partition_activations` is set in an engine's
+    configuration. Otherwise the inputs stay whole, and a message is logged.
 
     Args:
-        partition_activation: Whether to shard the inputs of checkpoints.
+        partition_activation: Whether to shard the inputs.
     """
     configure(partition_activations=partition_activation)
 

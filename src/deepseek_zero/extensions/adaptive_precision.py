@@ -165,7 +165,7 @@ class AdaptivePrecision(UpdatePolicy):
         uses the result to change the precision of units.
 
         Args:
-            verdict: The gradient norm and the other results that are equal on all ranks.
+            verdict: The gradient norm and other facts about this step, equal on all ranks.
 
         Note:
             Collective in the last step of a window: every rank must call it.

@@ -189,13 +189,15 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred
 
     def keep(self, made: Decision | None) -> None:
-        """Store this step's gradients, factor and hyper-parameters for the next step.
+        """Exchange this step's gradients with the stored ones, and store its factor.
 
-        Nothing is stored during the first `after` updates of a run, which are not delayed.
+        The next step applies the gradients that are stored now, with the hyper-parameters that
+        `due` has copied. Nothing is stored during the first `after` updates of a run, which are not
+        delayed.
 
         Args:
-            made: The factor and the hyper-parameters of this step. None discards the gradients of
-                this step, for example after an overflow.
+            made: The factor of this step. None discards the gradients of this step, for example
+                after an overflow.
         """
         if not self.is_on:
             return

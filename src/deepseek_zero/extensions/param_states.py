@@ -204,7 +204,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return the full fp32 main weight of a parameter, in the parameter's shape.
 
     Returns:
-        A new tensor, or None for a frozen parameter.
+        A new fp32 tensor. None if the parameter is frozen or belongs to no wrapped model.
 
     Note:
         Collective: every rank must call it with the same parameter.

@@ -259,9 +259,10 @@ class SpeculativeUpdate(UpdatePolicy):
         self.conclude(None)
 
     def flush(self) -> None:
-        """Undo all updates that ran during backward, and start no further ones in this step.
+        """Undo all updates that ran during backward.
 
-        This method is called before a program reads a state in the middle of a step.
+        If there were any, no further unit is updated during this backward. The method is called
+        before a program reads a state in the middle of a step.
         """
         if not self._done:
             return
@@ -305,8 +306,8 @@ class SpeculativeUpdate(UpdatePolicy):
 def works_by_shard(cls: type[Optimizer]) -> bool:
     """Return whether an optimizer's update of one shard can be undone without the other shards.
 
-    The result is True if the update of a shard reads and writes only the shard and its optimizer
-    state. `BY_SHARD` lists the classes of PyTorch and of this library with such updates.
+    The result is True only for the classes of PyTorch and of this library that `BY_SHARD` lists.
+    Their update of a shard changes only the shard and its optimizer state.
 
     Args:
         cls: The class of the optimizer.

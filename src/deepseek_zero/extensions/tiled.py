@@ -110,9 +110,10 @@ class TiledLinear(nn.Module):
         ]
 
     def copy_params_from(self, other: nn.Module) -> None:
-        """Copy weight and bias of a linear layer of the same shape into the tiles.
+        """Copy the weight and the bias of a linear layer of the same shape into the tiles.
 
-        If the tiles are sharded, the method must be called inside `GatheredParameters`.
+        If the tiles are sharded, call the method inside `GatheredParameters` with `modifier_rank`.
+        The values of that rank are kept.
 
         Args:
             other: The linear layer from which the values are copied.

@@ -138,7 +138,7 @@ def own_tokens(
 def own_part(model: nn.Module, batch: Any) -> Any:
     """Return this rank's tokens of a batch of whole sequences.
 
-    A batch that is split already is returned unchanged. A batch counts as split if it contains
+    A batch that is already split is returned unchanged. A batch counts as split if it contains
     `position_ids` and, for a model with a causal loss, no `labels`.
 
     Args:
@@ -147,13 +147,15 @@ def own_part(model: nn.Module, batch: Any) -> Any:
             whole sequences that are equal on all sequence-parallel ranks.
 
     Returns:
-        A new batch with tensors of shape (samples, tokens / ranks, ...). `batch` itself is returned
-        if it is split already or is not a mapping, if the model does not use sequence parallelism,
+        A new batch in which each tensor of shape (samples, tokens, ...) has only this rank's
+        tokens. `position_ids` are added if missing. For a model with a causal loss, `labels` are
+        replaced by `shift_labels`, the label of the next token. `batch` itself is returned if it is
+        already split or is not a mapping, if the model does not use sequence parallelism,
         or if `SequenceSettings.weighs_loss` is false.
 
     Raises:
-        UsageError: The number of tokens is not divisible by the number of ranks (by twice that
-            number for "all_gather").
+        UsageError: The number of tokens is not divisible by the number of ranks, or by twice
+            that number if attention uses "all_gather".
     """
     shared = _SHARED.get(model)
     return shared.own_part(batch) if shared is not None and isinstance(batch, Mapping) else batch

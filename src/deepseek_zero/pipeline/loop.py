@@ -446,10 +446,11 @@ class PlainLoop:
             self._reduce()
 
     def refuse_open(self) -> None:
-        """Raise an error and discard the step's gradients if the backward of a loss is missing.
+        """Check that `backward` has run for every loss that the loop has returned in this step.
 
         Raises:
-            UsageError: The backward of a loss is missing.
+            UsageError: A call in training returned a loss whose `backward` has not run. The
+                gradients of the step are discarded first.
         """
         if self._open:
             self.runtime.backward.discard_step()

@@ -306,7 +306,7 @@ COMPUTED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     ),
     "curriculum_learning_enabled": (
         lambda e: data_efficiency(e.config, *_CURRICULUM)["enabled"],
-        "Return whether samples are drawn by a curriculum.",
+        "Return whether `data_efficiency.data_sampling.curriculum_learning` is enabled.",
     ),
     "curriculum_learning_config": (
         lambda e: data_efficiency(e.config, *_CURRICULUM),

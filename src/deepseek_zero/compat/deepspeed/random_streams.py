@@ -105,7 +105,10 @@ def _tensor_rank() -> int:
 
 
 def get_cuda_rng_tracker() -> RandomStreams:
-    """Return this process's `RandomStreams`, whose `fork(name)` draws from a named stream."""
+    """Return the `RandomStreams` object of this process.
+
+    Inside `with get_cuda_rng_tracker().fork(name):`, random numbers come from the stream `name`.
+    """
     return _STREAMS
 
 
