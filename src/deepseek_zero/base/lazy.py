@@ -48,9 +48,10 @@ def import_at_once(name: str) -> ModuleType:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable Python's garbage collector in a block that creates thousands of objects.
+    """Disable Python's garbage collector in a block.
 
-    One collection takes a third of a second after torch was imported.
+    One collection takes a third of a second after torch was imported, and a block that creates
+    thousands of objects would trigger one.
     """
     was_enabled = gc.isenabled()
     gc.disable()

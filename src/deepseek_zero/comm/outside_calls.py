@@ -7,19 +7,17 @@ posts nothing.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
+from ..base.lazy import no_collection
 from .flight_recorder import FlightRecorder
 
 OUTSIDE = "outside"  # Topic of the flight recorder: {"call": name, "ranks": ranks of its group}
@@ -62,7 +60,10 @@ def _watch(reference: weakref.ref[FlightRecorder], watched: int) -> None:
         recorder = reference()
         if recorder is None:
             return
-        with _without_collections():
+        # Reading `f_back` allocates a frame object. In Python 3.11 an allocation may run a
+        # collection, and a finalizer may let the other thread return from the frame that is being
+        # read. The interpreter then reads freed memory.
+        with no_collection():
             frame = _outermost_call(watched)
             # Keep only the id: a frame that is held after its call keeps all tensors of its
             # callers alive
@@ -76,23 +77,6 @@ def _watch(reference: weakref.ref[FlightRecorder], watched: int) -> None:
             is_posted = False
         seen = number
         del recorder, frame
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable the garbage collector while frames of another thread are read.
-
-    Reading `f_back` allocates a frame object. In Python 3.11 an allocation may run a collection,
-    and a finalizer may let the other thread return from the frame that is being read. The
-    interpreter then reads freed memory.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _outermost_call(thread: int) -> FrameType | None:

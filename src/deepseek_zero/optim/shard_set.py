@@ -321,10 +321,9 @@ class ShardSet:
 
     @property
     def grad_scale(self) -> float:
-        """The factor by which reduced gradients are multiplied: the loss scale or 1."""
-        if self.scaler is None or not gradients_are_scaled(self.runtime):
-            return 1.0
-        return self.scaler.scale
+        """The factor by which the loss scaler has multiplied the reduced gradients."""
+        assert self.scaler is not None
+        return self.scaler.scale if gradients_are_scaled(self.runtime) else 1.0
 
     def cut_apart_absent(self) -> None:
         """Put parameters without a gradient into separate shards, which are not updated."""
