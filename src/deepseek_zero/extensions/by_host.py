@@ -102,8 +102,8 @@ class TwoHopBuffers(MessageBuffers):
 class TwoHops(Route):
     """Runs reductions and all-gathers in two hops: within each host, and between hosts.
 
-    Between hosts, only ranks with the same local rank exchange messages, so every byte crosses the
-    network once.
+    Between hosts, only ranks with the same local rank exchange messages. A host therefore sends
+    each slice, or its sum for each slice, to another host only once.
 
     Attributes:
         hosts: The communicators of this rank: within its host, and across hosts.
@@ -117,10 +117,10 @@ class TwoHops(Route):
         self.near = hosts.intra_node.size
 
     def all_gather(self, full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
-        """All-gather slices between hosts first, then within each host.
+        """Start to all-gather slices, first between hosts and then within each host.
 
         Args:
-            full: The output, with this rank's slice in place.
+            full: The output, flat. It must already contain this rank's slice at its position.
             lane: The name of the ordered sequence of collectives to which this all-gather belongs.
             comm_ctx: The `CommContext` of the shard group.
             what: The name of the unit, used in error messages.

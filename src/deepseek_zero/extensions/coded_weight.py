@@ -111,14 +111,14 @@ class CodedWeight(WeightGather):
         return FlatBuffer(group.layout, spec, storage.memory, storage).counted(group.comm_ctx, what)
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start an all-gather of the quantized slices of all ranks, and dequantize the result.
+        """Start to all-gather the quantized slices of all ranks.
 
         Args:
             whole: The output, which receives the dequantized weight.
             what: The name of the unit, used in error messages.
 
         Returns:
-            A handle. `whole` may be read after its `wait()` has returned.
+            A handle, whose `wait()` dequantizes the result. Then `whole` may be read.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

@@ -67,11 +67,14 @@ class CutChoice:
     def cut(self) -> dict[str, str]:
         """Replace each weight of `cuts` by tiles of rows, in place.
 
-        An optimizer that the user built before this call still has the whole weights as
-        parameters. `optim.param_groups.with_replacements` replaces these parameters by the tiles.
+        The layers of these weights stay the same objects, but their classes become `CutLinear` or
+        `CutEmbedding`. An optimizer that the user built before this call still has the whole
+        weights as parameters. `optim.param_groups.with_replacements` replaces these parameters by
+        the tiles.
 
         Returns:
-            A dict from the name of each tile's parameter to the name of the whole parameter.
+            A dict from the name of each tile's parameter to the first name of the whole parameter
+            in the model.
 
         Note:
             Collective if the model was built under `zero.Init`: every rank must call it.
@@ -92,12 +95,13 @@ def choose_cuts(
 ) -> CutChoice:
     """Choose which large weights are cut into tiles of rows, without changing the model.
 
-    Subclasses of torch's layers, and layers with a replaced `forward`, are not cut. The choice
-    depends neither on ranks nor on the ZeRO stage, so every run of a model has the same tiles.
+    Only weights of nn.Linear and nn.Embedding are cut. Subclasses of these layers, and layers with
+    a replaced `forward`, are not cut. The choice depends neither on ranks nor on the ZeRO stage, so
+    every run of a model has the same tiles.
 
     Args:
         model: The model whose layers are examined.
-        limit: The largest size of a parameter in bytes; tiles are at most this large.
+        limit: The size in bytes above which a parameter is cut. Tiles are at most this large.
         dtype_of: Called with the dtype of a parameter. It returns the dtype of the parameter in
             forward and backward.
 
@@ -106,7 +110,7 @@ def choose_cuts(
 
     Raises:
         UsageError: One row of a weight is larger than `limit`.
-        NotBuiltError: A layer has an option that tiles do not support.
+        NotBuiltError: A large nn.Embedding has `max_norm` or sparse gradients.
     """
     params: dict[int, nn.Parameter] = {}
     users: dict[int, dict[str, nn.Module]] = {}

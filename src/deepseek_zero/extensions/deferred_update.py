@@ -30,9 +30,10 @@ from ..sharding.param_group import ParamGroup
 class DeferredUpdate(UpdatePolicy):
     """An update policy that updates offloaded weights during the next forward.
 
-    A step updates no offloaded weight. It only records the shards of these weights. Each shard is
-    updated later, before any of its states is read. The transfers of offloaded states therefore
-    overlap with the computation of the next forward. The results of training do not change.
+    A step updates no offloaded weight, except those that were updated during backward. It only
+    records the shards of the others. Each shard is updated later, before its states are read. The
+    transfers of offloaded states therefore overlap with the computation of the next forward. The
+    results of training do not change.
     """
 
     def __init__(self) -> None:
@@ -76,6 +77,9 @@ class DeferredUpdate(UpdatePolicy):
 
     def flush(self) -> None:
         """Run all deferred updates that have not run yet.
+
+        The call has no effect while an update is in progress. `before_step`, `finish` and `discard`
+        are other names of this method, because a deferred update must not be dropped.
 
         Raises:
             UsageError: An earlier update failed.

@@ -31,7 +31,7 @@ _TILE_NUMEL = 1 << 20  # Elements that are swapped at a time if the buffers cann
 
 
 class DelayedGradient(GradSum):
-    """The gradient of one parameter group from the previous step: this rank's slice.
+    """Stores this rank's slice of one parameter group's gradient from the previous step.
 
     Attributes:
         gradient: The gradient of the current step of the same parameter group.
@@ -54,11 +54,13 @@ class DelayedGradient(GradSum):
     def swap(self, *, keep: bool) -> None:
         """Exchange the gradient of the previous step with the gradient of the current step.
 
-        After this, the current step applies the gradient of the previous one.
+        After this, the current step applies the gradient of the previous one. If that gradient is
+        not stored, the current step has no gradient to apply.
 
         Args:
             keep: Whether to keep the gradient of the current step, so that the next step applies
-                it. If false, the gradient of the current step is discarded.
+                it. If false, it is discarded, unless no previous gradient is stored. In that case
+                the call has no effect.
         """
         other = self.gradient.sum
         comes = self.is_full
@@ -86,7 +88,7 @@ class DelayedGradient(GradSum):
             self.discard()
 
     def restore(self, *, is_full: bool) -> None:
-        """Set whether `buffer` holds a gradient, for example after a checkpoint was loaded.
+        """Record whether `buffer` holds a gradient, for example after a checkpoint was loaded.
 
         Args:
             is_full: Whether the buffer holds the gradient of the previous step.

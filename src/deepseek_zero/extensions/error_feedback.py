@@ -63,7 +63,10 @@ class ErrorFeedback(GradReduction):
         """Restore the compression errors from a checkpoint.
 
         Args:
-            saved: The result of `own_states`.
+            saved: The result of `own_states`. If it is empty, the errors are not changed.
+
+        Raises:
+            OutOfMemoryError: The memory budget does not allow the buffer of the errors.
         """
         errors = self.ensure_errors()
         if "gradients" in saved:
@@ -83,6 +86,9 @@ class ErrorFeedback(GradReduction):
         """Return the buffer of the compression errors.
 
         The first call allocates the buffer and fills it with zeros.
+
+        Raises:
+            OutOfMemoryError: The memory budget does not allow the buffer.
         """
         if self._errors is None:
             group = self.group
@@ -140,6 +146,8 @@ class ErrorFeedbackSteps(UpdatePolicy):
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
         """Restore the compression errors of one parameter group from a checkpoint.
+
+        The call has no effect if the group's gradients are reduced without error feedback.
 
         Args:
             group: The parameter group to which the errors belong.

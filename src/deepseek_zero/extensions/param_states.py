@@ -54,8 +54,11 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Returns:
-        An fp32 tensor. None before the first step, for a frozen parameter, and if the optimizer has
-        no state of this name.
+        A new fp32 tensor. None before the first step, for a frozen parameter, for a parameter of no
+        wrapped model, and if the optimizer has no state of this name.
+
+    Raises:
+        UsageError: `engine.offload_states` has moved the state, or an earlier update failed.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -89,7 +92,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Raises:
-        UsageError: The optimizer has no such state, or the size of `value` does not match.
+        UsageError: The parameter belongs to no engine or is frozen, the optimizer has no such
+            state, or the size of `value` does not match.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -115,7 +119,11 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
     Returns:
         A copy, which is empty if this rank has no element of the parameter. None before the first
-        step, and if the optimizer has no state of this name.
+        step, for a frozen parameter, for a parameter of no wrapped model, and if the optimizer has
+        no state of this name.
+
+    Raises:
+        UsageError: `engine.offload_states` has moved the state, or an earlier update failed.
     """
     if views := [view for _, view in _state_views(param, optim_state_key)]:
         return torch.cat(views)
@@ -139,7 +147,8 @@ def safe_set_local_optimizer_state(
         optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Raises:
-        UsageError: The optimizer has no such state, or the size of `value` does not match.
+        UsageError: The parameter belongs to no engine or is frozen, the optimizer has no such
+            state, or the size of `value` does not match.
     """
     owner = _owner(param)
     optimizer = _optimizer(owner, param)
@@ -203,6 +212,9 @@ def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return the full fp32 main weight of a parameter, in the parameter's shape.
 
+    Args:
+        param: A parameter of a wrapped model.
+
     Returns:
         A new fp32 tensor. None if the parameter is frozen or belongs to no wrapped model.
 
@@ -218,6 +230,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Replace the fp32 main weight of a parameter, and the weight that the forward uses.
+
+    A frozen parameter has no main weight, so only its weight is replaced.
 
     Args:
         param: A parameter of a wrapped model.
@@ -247,8 +261,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return this rank's shard of a parameter's fp32 main weight, flat.
 
+    Args:
+        param: A parameter of a wrapped model.
+
     Returns:
-        A copy, or None for a frozen parameter.
+        A copy, which is empty if this rank has no element of the parameter. None if the parameter
+        is frozen or belongs to no wrapped model.
     """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or owner.master is None:
@@ -268,7 +286,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         value: The new shard, flat.
 
     Raises:
-        UsageError: The parameter has no sharded main weight, or the size of `value` does not match.
+        UsageError: The parameter belongs to no engine or has no sharded main weight, or the size of
+            `value` does not match.
 
     Note:
         Collective: every rank must call it, so that ranks with a copy of the weight update it.
@@ -298,8 +317,12 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     Under fp16 the gradient is still multiplied by the loss scale. Inside `no_sync` gradients are
     not reduced yet, and the function returns the gradient of this rank only.
 
+    Args:
+        param: A parameter of a wrapped model.
+
     Returns:
-        An fp32 tensor between backward and step; None at any other time.
+        A new fp32 tensor between backward and step. None at any other time, and for a parameter
+        without a gradient.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -364,8 +387,14 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's shard of a parameter's reduced gradient, flat, in fp32.
 
+    Under fp16 the gradient is still multiplied by the loss scale.
+
+    Args:
+        param: A parameter of a wrapped model.
+
     Returns:
-        A copy between backward and step; None at any other time.
+        A copy between backward and step. None at any other time, and for a parameter without a
+        gradient.
     """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
@@ -406,6 +435,9 @@ def safe_update_full_grad_vectorized(
         update_func: Called with the full gradient and the parameter. It returns the new gradient,
             which must have the same values on every rank. Under fp16 both gradients are multiplied
             by the loss scale.
+
+    Raises:
+        UsageError: The size of a new gradient does not match.
 
     Note:
         Collective: every rank must call it with the same parameters.

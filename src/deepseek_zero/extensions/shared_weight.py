@@ -45,7 +45,7 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start a synchronization of the ranks, after which all slices are in shared memory.
+        """Start a barrier, after which every rank has written its slice of the memory.
 
         Args:
             whole: A view of all slices in the shared memory. Nothing is copied to it.

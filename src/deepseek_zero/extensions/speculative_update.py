@@ -149,6 +149,9 @@ class SpeculativeUpdate(UpdatePolicy):
     def after_reduce(self, unit: Unit) -> None:
         """Update the units that have a complete gradient and a weight that is no longer in use.
 
+        The call has no effect before the last micro-batch of a step. Only units in `chosen()` are
+        updated.
+
         Args:
             unit: The unit whose gradient has just been reduced.
         """
@@ -200,10 +203,16 @@ class SpeculativeUpdate(UpdatePolicy):
     def chosen(self) -> frozenset[int]:
         """Return the numbers of the units that are updated during backward.
 
-        The first units of the model are chosen, as many as fit into the undo log together. There
-        are two reasons to prefer the first units. Backward computes their gradients last, when most
-        activations have been freed and there is memory for the log. The next forward needs these
-        units first, so their updates could not overlap with any computation of that forward.
+        The units are examined in the order of the model, and each one is chosen that fits into the
+        rest of the undo log. The first call allocates the log, and logs a warning if no unit fits.
+
+        There are two reasons to prefer the first units. Backward computes their gradients last,
+        when most activations have been freed and there is memory for the log. The next forward
+        needs these units first, so their updates could not overlap with any computation of that
+        forward.
+
+        Raises:
+            OutOfMemoryError: The memory budget does not allow the undo log.
         """
         if self._chosen is None:
             found = set()

@@ -100,6 +100,9 @@ class TiledLinear(nn.Module):
         Returns:
             The output, shape ``(..., out_features)``. If `combine_out_splits` is false, the list of
             its `out_splits` parts along the last dimension.
+
+        Raises:
+            UsageError: The number or the sizes of the inputs do not match.
         """
         inputs = self._split(input_)
         if self.combine_out_splits:

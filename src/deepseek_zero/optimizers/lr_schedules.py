@@ -55,7 +55,8 @@ class HasParamGroups(Protocol):
 class LRSchedule(ABC):
     """Base class of schedules that write `lr` into an optimizer's parameter groups.
 
-    The class has the methods of `torch.optim.lr_scheduler.LRScheduler`.
+    The constructor writes the learning rates of the first optimizer step. The methods `step`,
+    `get_last_lr`, `state_dict` and `load_state_dict` are those of PyTorch's `LRScheduler`.
 
     Args:
         optimizer: An object with `param_groups`, or with an attribute `optimizer` that has them.
@@ -92,6 +93,9 @@ class LRSchedule(ABC):
         Args:
             iteration: The number of the iteration to set. None advances the schedule by one
                 iteration.
+
+        Raises:
+            UsageError: The number of parameter groups has changed.
         """
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if iteration is None else iteration
@@ -110,6 +114,9 @@ class LRSchedule(ABC):
 
         Args:
             state_dict: The result of `state_dict`.
+
+        Raises:
+            UsageError: The number of parameter groups has changed.
         """
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._write()
@@ -320,8 +327,12 @@ class WarmupLR(LRSchedule):
         warmup_max_lr: The rate after the warm-up, in the same form. None means the rate that each
             group has when the schedule is created.
         warmup_num_steps: The number of iterations of the warm-up.
-        warmup_type: "log" or "linear".
+        warmup_type: "log" or "linear". Any other value is replaced by "log" with a warning.
         last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+
+    Raises:
+        UsageError: The optimizer has no parameter groups.
+        ConfigError: A setting is invalid.
     """
 
     Settings: ClassVar[type[Any]] = WarmupSettings
@@ -352,7 +363,8 @@ class WarmupDecayLR(WarmupLR):
     The rate of iteration i is ``warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma``. Let n be
     `warmup_num_steps` and N be `total_num_steps`. During the warm-up (``i < n``), gamma is ``log(i
     + 1) / log(n)`` for the type "log" and ``i / n`` for "linear". After the warm-up, gamma is
-    ``max(0, (N - i) / max(1, N - n))``.
+    ``max(0, (N - i) / max(1, N - n))``. If n is 0, there is no warm-up. If n is 1, the value 2 is
+    used instead, as in DeepSpeed.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
@@ -361,8 +373,12 @@ class WarmupDecayLR(WarmupLR):
         warmup_max_lr: The rate after the warm-up, in the same form. None means the rate that each
             group has when the schedule is created.
         warmup_num_steps: The number of iterations of the warm-up.
-        warmup_type: "log" or "linear".
+        warmup_type: "log" or "linear". Any other value is replaced by "log" with a warning.
         last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+
+    Raises:
+        UsageError: The optimizer has no parameter groups.
+        ConfigError: A setting is invalid.
     """
 
     Settings = WarmupDecaySettings
@@ -386,8 +402,9 @@ class WarmupCosineLR(LRSchedule):
     During the warm-up (``i < n``), the ratio is ``warmup_min_ratio + (1 - warmup_min_ratio) *
     gamma``, where gamma is ``log(i + 1) / log(n)`` for the type "log" and ``i / n`` for "linear".
     After the warm-up, the ratio is ``cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * p)) / 2``,
-    where p is ``min(1, (i - n + 1) / max(1, N - n))``. Before iteration 0 the ratio is 0, as in
-    DeepSpeed.
+    where p is ``min(1, (i - n + 1) / max(1, N - n))``. If n is 0, there is no warm-up. If n is 1,
+    the value 2 is used instead, as in DeepSpeed. Before iteration 0 of a warm-up the ratio is 0,
+    also as in DeepSpeed.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
@@ -395,8 +412,12 @@ class WarmupCosineLR(LRSchedule):
         warmup_min_ratio: The ratio at iteration 0.
         warmup_num_steps: The number of iterations of the warm-up.
         cos_min_ratio: The ratio at the end of the cosine.
-        warmup_type: "log" or "linear".
+        warmup_type: "log" or "linear". Any other value is replaced by "log" with a warning.
         last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+
+    Raises:
+        UsageError: The optimizer has no parameter groups.
+        ConfigError: A setting is invalid.
     """
 
     Settings = WarmupCosineSettings
@@ -444,6 +465,10 @@ class LRRangeTest(LRSchedule):
         lr_range_test_staircase: Whether to increase the rate once per interval instead of in every
             iteration.
         last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+
+    Raises:
+        UsageError: The optimizer has no parameter groups.
+        ConfigError: A setting is invalid.
     """
 
     Settings = LRRangeTestSettings
@@ -480,6 +505,7 @@ class OneCycle(LRSchedule):
 
     With `cycle_momentum`, beta1 is ``cycle_max_mom - (cycle_max_mom - cycle_min_mom) * s`` during
     the cycle and ``cycle_max_mom * (1 + decay_mom_rate * t)`` after it. beta2 is 0.99, as in
+    DeepSpeed. The first optimizer step of a new run uses `cycle_min_mom` as beta1, also as in
     DeepSpeed. `cycle_momentum` has no effect unless every parameter group has `betas`.
 
     Args:
@@ -500,6 +526,10 @@ class OneCycle(LRSchedule):
         cycle_max_mom: The momentum at both ends of the cycle.
         decay_mom_rate: The change of the momentum per decay interval.
         last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+
+    Raises:
+        UsageError: The optimizer has no parameter groups.
+        ConfigError: A setting is invalid.
     """
 
     Settings = OneCycleSettings
@@ -534,6 +564,9 @@ class OneCycle(LRSchedule):
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the momentum of each parameter group at iteration `last_batch_iteration`.
+
+        Before iteration 0 the result contains `cycle_max_mom`, although the first optimizer step of
+        a new run uses `cycle_min_mom`, as in DeepSpeed.
 
         Returns:
             A list with the pair (beta1, beta2) of each group. None if the schedule does not change
@@ -650,7 +683,7 @@ def resolve_schedule(
 
     Args:
         name: The name of the schedule, for example "WarmupLR". Case is ignored.
-        params: The keyword arguments of the schedule's class.
+        params: The keyword arguments of the schedule's class. A value "auto" selects the default.
         optimizer: The optimizer whose learning rates the schedule writes.
 
     Returns:
@@ -658,6 +691,7 @@ def resolve_schedule(
 
     Raises:
         ConfigError: The name is unknown, or the parameters are invalid.
+        UsageError: The optimizer has no parameter groups.
     """
     choices: dict[str, type[Any]] = {**_TORCH_SCHEDULES, **SCHEDULES}
     by_case = {choice.lower(): cls for choice, cls in choices.items()}

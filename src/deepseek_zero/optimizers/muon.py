@@ -150,8 +150,8 @@ class Muon(Optimizer):
             group: The parameter group. Its key `use_muon` is read.
 
         Returns:
-            "tensor" (only between tensors) for groups of Muon, and "element" (between any two
-            elements) for groups of AdamW.
+            "element" (between any two elements) if `use_muon` is False, otherwise "tensor" (only
+            between tensors).
         """
         return "element" if group.get("use_muon") is False else "tensor"
 
@@ -175,11 +175,12 @@ class Muon(Optimizer):
     def divide_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[Group]:
         """Divide each group without the key `use_muon` into a group for Muon and one for AdamW.
 
-        Both new groups have the settings of the divided group. If a matrix has an attribute
-        `use_muon`, the attribute decides to which of the two groups it belongs.
+        Both new groups have the settings of the divided group. AdamW gets vectors, embeddings and
+        heads. Embeddings are recognized by their module or name, and heads by their name. If a
+        matrix has an attribute `use_muon`, the attribute selects the group instead.
 
         Args:
-            model: The model, whose embeddings and heads are updated by AdamW.
+            model: The model to which the parameters belong.
             groups: The parameter groups. Groups with the key `use_muon` are not divided.
 
         Returns:

@@ -34,7 +34,8 @@ from .common import Closure, adam_state, evaluated
 class OneBitAdam(AdamW):
     """1-bit Adam: AdamW whose second moment is constant after `freeze_step` steps.
 
-    After these steps, ranks exchange the signs of their momenta instead of reducing gradients.
+    After these steps, ranks exchange the signs of their momenta instead of reducing gradients. An
+    element whose second moment is 0 is then changed only by weight decay.
 
     Args:
         params: Parameters or parameter groups.
@@ -51,6 +52,7 @@ class OneBitAdam(AdamW):
 
     Raises:
         ConfigError: `freeze_step` is less than 1.
+        ValueError: Another argument is out of range.
     """
 
     granularity: ClassVar[Literal["element"]] = "element"
@@ -78,12 +80,15 @@ class OneBitAdam(AdamW):
 
     @property
     def freeze_step(self) -> int:
-        """The number of steps after which the second moment is constant."""
+        """The number of steps after which the second moments are constant.
+
+        The value is read from the first parameter group.
+        """
         return int(self.param_groups[0]["freeze_step"])
 
     @property
     def beta1(self) -> float:
-        """The decay rate of the first moment."""
+        """The decay rate of the first moment, read from the first parameter group."""
         return float(self.param_groups[0]["betas"][0])
 
     @torch.no_grad()
