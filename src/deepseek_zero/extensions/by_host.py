@@ -102,8 +102,13 @@ class TwoHopBuffers(MessageBuffers):
 class TwoHops(Route):
     """Runs reductions and all-gathers in two hops: within each host, and between hosts.
 
-    Between hosts, only ranks with the same local rank exchange messages. A host therefore sends
-    each slice, or its sum for each slice, to another host only once.
+    A reduction sums gradients within each host before it sums them over the hosts. An all-gather
+    runs the two hops in the opposite order. Between hosts, only ranks with the same local rank
+    exchange messages. A host therefore sends each slice, or its sum for each slice, to another host
+    only once.
+
+    Args:
+        hosts: The communicators of this rank: within its host, and across hosts.
 
     Attributes:
         hosts: The communicators of this rank: within its host, and across hosts.
@@ -120,13 +125,15 @@ class TwoHops(Route):
         """Start to all-gather slices, first between hosts and then within each host.
 
         Args:
-            full: The output, flat. It must already contain this rank's slice at its position.
+            full: The output, flat, with one slice per rank of the shard group in rank order. It
+                must already contain this rank's slice at its position.
             lane: The name of the ordered sequence of collectives to which this all-gather belongs.
             comm_ctx: The `CommContext` of the shard group.
             what: The name of the unit, used in error messages.
 
         Returns:
-            A handle. `full` may be read after its `wait()` has returned.
+            A handle. `full` may be read after its `wait()` has returned. `wait()` raises
+            `PeerError` if another rank failed.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

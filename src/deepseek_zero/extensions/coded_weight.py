@@ -98,9 +98,12 @@ class CodedStorage(Storage):
 
 
 class CodedWeight(WeightGather):
-    """All-gathers the weight of a parameter group, whose slices are stored in quantized form.
+    """All-gathers a weight whose slices are stored in quantized form.
 
     Each rank sends its quantized slice, and every rank dequantizes the gathered weight.
+
+    Args:
+        group: The parameter group to which the weight belongs.
     """
 
     def allocate(self, what: str) -> FlatBuffer:
@@ -113,12 +116,15 @@ class CodedWeight(WeightGather):
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
         """Start to all-gather the quantized slices of all ranks.
 
+        With one rank, nothing is sent.
+
         Args:
             whole: The output, which receives the dequantized weight.
             what: The name of the unit, used in error messages.
 
         Returns:
-            A handle, whose `wait()` dequantizes the result. Then `whole` may be read.
+            A handle. Its `wait()` dequantizes the slices into `whole`, which may be read after
+            that. `wait()` raises `PeerError` if another rank failed.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

@@ -53,12 +53,14 @@ class LayerCut:
 
 @dataclass(frozen=True)
 class CutChoice:
-    """The large weights of a model that are cut into tiles, each of which is sharded separately.
+    """Describes which large weights of a model are cut into tiles of rows, and where.
+
+    `choose_cuts` returns it, and `cut` cuts the weights. Each tile is then sharded separately.
 
     Attributes:
-        cuts: The weights that are cut, with the boundaries of their tiles.
-        left: The names of the large parameters that stay whole, because tiles do not support their
-            layer.
+        cuts: The weights to cut, with the boundaries of their tiles.
+        left: The first names of the large parameters that stay whole, because `choose_cuts` does
+            not support a layer that uses them.
     """
 
     cuts: tuple[LayerCut, ...]
@@ -68,9 +70,11 @@ class CutChoice:
         """Replace each weight of `cuts` by tiles of rows, in place.
 
         The layers of these weights stay the same objects, but their classes become `CutLinear` or
-        `CutEmbedding`. An optimizer that the user built before this call still has the whole
+        `CutEmbedding`. Their attribute `weight` is removed, and their module list `tiles` holds the
+        tiles. Their state dicts still have the whole weight, because the call registers hooks that
+        join and cut it. An optimizer that the user built before this call still has the whole
         weights as parameters. `optim.param_groups.with_replacements` replaces these parameters by
-        the tiles.
+        the tiles. The method may be called only once.
 
         Returns:
             A dict from the name of each tile's parameter to the first name of the whole parameter
@@ -97,7 +101,7 @@ def choose_cuts(
 
     Only weights of nn.Linear and nn.Embedding are cut. Subclasses of these layers, and layers with
     a replaced `forward`, are not cut. The choice depends neither on ranks nor on the ZeRO stage, so
-    every run of a model has the same tiles.
+    all runs of a model with the same limit and dtypes have the same tiles.
 
     Args:
         model: The model whose layers are examined.
@@ -109,8 +113,8 @@ def choose_cuts(
         A `CutChoice` with the weights to cut and the names of the large parameters that stay whole.
 
     Raises:
-        UsageError: One row of a weight is larger than `limit`.
-        NotBuiltError: A large nn.Embedding has `max_norm` or sparse gradients.
+        UsageError: One row of a weight that must be cut is larger than `limit`.
+        NotBuiltError: An nn.Embedding that must be cut has `max_norm` or sparse gradients.
     """
     params: dict[int, nn.Parameter] = {}
     users: dict[int, dict[str, nn.Module]] = {}

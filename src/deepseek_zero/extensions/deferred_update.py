@@ -28,12 +28,13 @@ from ..sharding.param_group import ParamGroup
 
 
 class DeferredUpdate(UpdatePolicy):
-    """An update policy that updates offloaded weights during the next forward.
+    """An update policy that runs updates of main weights during the next forward.
 
-    A step updates no offloaded weight, except those that were updated during backward. It only
-    records the shards of the others. Each shard is updated later, before its states are read. The
-    transfers of offloaded states therefore overlap with the computation of the next forward. The
-    results of training do not change.
+    The update plan selects the shards of main weights whose updates are deferred, for example those
+    with offloaded states. A step only records these shards, except those of units that were updated
+    during backward. Each recorded shard is updated later, before its states are read. Transfers of
+    offloaded states therefore overlap with the computation of the next forward. The results of
+    training do not change.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,10 @@ class DeferredUpdate(UpdatePolicy):
         self._later = tiles.later
 
     def postpone(self, due: Decision, done: Collection[int]) -> None:
-        """Record shards of offloaded weights that are updated when their states are next read.
+        """Record the shards whose update is deferred until their states are next read.
+
+        The reduced gradients of these shards are kept until the update has run. The current
+        hyper-parameters are copied if `due` has none, so later changes do not affect the update.
 
         Args:
             due: The factor by which gradients are multiplied (clipping and loss scale), and the
@@ -72,7 +76,7 @@ class DeferredUpdate(UpdatePolicy):
 
     @property
     def waiting(self) -> set[ParamGroup]:
-        """The parameter groups that have a deferred update which has not run yet."""
+        """The parameter groups with deferred updates that have not run yet, as a new set."""
         return {group for group, count in self._tiles_left.items() if count}
 
     def flush(self) -> None:
@@ -82,6 +86,7 @@ class DeferredUpdate(UpdatePolicy):
         are other names of this method, because a deferred update must not be dropped.
 
         Raises:
+            StorageError: A disk failed.
             UsageError: An earlier update failed.
         """
         if self._updater.guard.is_busy:
@@ -93,10 +98,13 @@ class DeferredUpdate(UpdatePolicy):
     def flush_group(self, group: ParamGroup) -> None:
         """Run deferred updates, in their order, until those of one parameter group have run.
 
+        Updates of other groups that precede them run too. No update runs if the group has none.
+
         Args:
             group: The parameter group whose states are about to be read.
 
         Raises:
+            StorageError: A disk failed.
             UsageError: An earlier update failed.
         """
         self._updater.guard.refuse_mixture()

@@ -52,7 +52,7 @@ class DelayedGradient(GradSum):
         return spec
 
     def swap(self, *, keep: bool) -> None:
-        """Exchange the gradient of the previous step with the gradient of the current step.
+        """Exchange the stored gradient of the previous step with the current gradient.
 
         After this, the current step applies the gradient of the previous one. If that gradient is
         not stored, the current step has no gradient to apply.
@@ -61,6 +61,9 @@ class DelayedGradient(GradSum):
             keep: Whether to keep the gradient of the current step, so that the next step applies
                 it. If false, it is discarded, unless no previous gradient is stored. In that case
                 the call has no effect.
+
+        Raises:
+            UsageError: `engine.offload_states` has moved a state of the parameter group.
         """
         other = self.gradient.sum
         comes = self.is_full
@@ -90,13 +93,21 @@ class DelayedGradient(GradSum):
     def restore(self, *, is_full: bool) -> None:
         """Record whether `buffer` holds a gradient, for example after a checkpoint was loaded.
 
+        The values in `buffer` are not changed.
+
         Args:
             is_full: Whether the buffer holds the gradient of the previous step.
         """
         self.become(GradState.HELD if is_full else GradState.EMPTY)
 
     def discard(self) -> None:
-        """Discard the gradient of the previous step, so that no update uses it."""
+        """Discard the gradient of the previous step, so that no update uses it.
+
+        The buffer stays allocated, and its values become undefined.
+
+        Raises:
+            UsageError: `engine.offload_states` has moved a state of the parameter group.
+        """
         self.group.guard.before_write()
         self.restore(is_full=False)
         self.absent = None
@@ -133,8 +144,9 @@ def delayed_gradient(group: ParamGroup) -> DelayedGradient:
 class DelayedUpdate(UpdatePolicy):
     """An update policy that applies each gradient one step late (delayed parameter update).
 
-    A step stores its gradients, the factor by which they are multiplied (clipping and loss scale),
-    and the hyper-parameters. The next step updates the weights with these stored values.
+    The first `after` updates of a run are not delayed. After them, a step stores its gradients, the
+    factor by which they are multiplied (clipping and loss scale), and the hyper-parameters. The
+    next step updates the weights with these stored values.
 
     Attributes:
         groups: The parameter groups that are trained.
@@ -160,12 +172,15 @@ class DelayedUpdate(UpdatePolicy):
         Args:
             what: The event that adds parameters to the optimizer, for the error message.
             fix: The last sentence of the error message: what the user can do.
+
+        Raises:
+            UsageError: Always.
         """
         refuse_joining_with_undo_log(what, fix)
 
     @property
     def is_on(self) -> bool:
-        """Whether the next step stores its own gradients instead of applying them."""
+        """Whether steps now store their own gradients instead of applying them."""
         return self.owes_update or self._updater.updates >= self.after
 
     @property
@@ -191,15 +206,18 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred
 
     def keep(self, made: Decision | None) -> None:
-        """Exchange this step's gradients with the stored ones, and store its factor.
+        """Exchange this step's gradients with the stored ones, and store this step's factor.
 
-        The next step applies the gradients that are stored now, with the hyper-parameters that
-        `due` has copied. Nothing is stored during the first `after` updates of a run, which are not
-        delayed.
+        This step then applies the gradients that were stored before. The next step applies those
+        that are stored now, with the hyper-parameters that `due` copied in this step. The call has
+        no effect during the first `after` updates of a run, which are not delayed.
 
         Args:
-            made: The factor of this step. None discards the gradients of this step, for example
-                after an overflow.
+            made: The factor and the number of this step's update. None discards the gradients of
+                this step, for example after an overflow.
+
+        Raises:
+            UsageError: `engine.offload_states` has moved a state of a parameter group.
         """
         if not self.is_on:
             return
@@ -213,12 +231,14 @@ class DelayedUpdate(UpdatePolicy):
             delayed_gradient(group).discard()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the factor and the hyper-parameters of the stored gradients, as plain values.
+        """Return the factor and the hyper-parameters of the stored gradients, for a checkpoint.
 
         The gradients themselves are saved by `checkpoint/state.py`.
 
         Returns:
-            A dict with the keys "factor", "number" and "hypers"; None if no gradients are stored.
+            A dict, or None if no gradients are stored. Its key "factor" is the factor of the
+            gradients, "number" is the number of the update, and "hypers" is a list with the
+            hyper-parameters of each parameter group. The list is not copied.
         """
         if self.deferred is None:
             return None
@@ -231,7 +251,8 @@ class DelayedUpdate(UpdatePolicy):
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore the factor and hyper-parameters with which stored gradients are applied.
 
-        The gradients themselves must have been loaded before this call.
+        The call also marks the buffers of the stored gradients as full or empty. It does not load
+        gradients, which must have been loaded before.
 
         Args:
             state: The result of `state_dict`; None if no gradients were stored.

@@ -26,14 +26,19 @@ from .replicas import SumOverReplicas
 class ErrorFeedback(GradReduction):
     """A gradient reduction with error feedback.
 
-    The compression errors of earlier steps are added to the gradient before the gradient is
-    compressed and sent.
+    Each rank adds the compression errors of its earlier reductions to its gradient before the
+    gradient is compressed and sent.
+
+    Args:
+        group: The parameter group whose gradients are reduced.
     """
 
     _errors: Errors | None = None
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
-        """Add earlier compression errors to a partial gradient, and start to sum it over the ranks.
+        """Start to sum partial gradients over the ranks, with earlier compression errors added.
+
+        The new compression errors replace the earlier ones. The first call allocates their buffer.
 
         Args:
             partial: This rank's partial gradient.
@@ -43,6 +48,11 @@ class ErrorFeedback(GradReduction):
 
         Returns:
             A handle. `partial` and `target` may not be read or written before its `wait()` returns.
+            `wait()` raises `PeerError` if another rank failed.
+
+        Raises:
+            OutOfMemoryError: The memory budget does not allow the buffer of the errors.
+            UsageError: `engine.offload_states` has moved a state of the parameter group.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.
@@ -62,6 +72,8 @@ class ErrorFeedback(GradReduction):
     def restore(self, saved: Mapping[str, Tensor]) -> None:
         """Restore the compression errors from a checkpoint.
 
+        The call allocates the buffer of the errors if there is none.
+
         Args:
             saved: The result of `own_states`. If it is empty, the errors are not changed.
 
@@ -75,8 +87,13 @@ class ErrorFeedback(GradReduction):
     def scale(self, factor: float) -> None:
         """Multiply the compression errors by a factor.
 
+        The call has no effect before the first reduction, because there are no errors.
+
         Args:
             factor: The new loss scale divided by the old one.
+
+        Raises:
+            UsageError: `engine.offload_states` has moved a state of the parameter group.
         """
         if self._errors is not None:
             self.group.guard.before_write()
@@ -132,6 +149,8 @@ class ErrorFeedbackSteps(UpdatePolicy):
     def after_step(self, result: StepResult, rescale: float) -> None:
         """Set the errors to zero after a skipped step or a reset interval, and rescale them.
 
+        Every rank must call it with the same arguments, although it does not communicate.
+
         Args:
             result: The result of the step, including whether the step was skipped.
             rescale: The new loss scale divided by the old one. Errors are multiplied by this
@@ -151,7 +170,11 @@ class ErrorFeedbackSteps(UpdatePolicy):
 
         Args:
             group: The parameter group to which the errors belong.
-            saved: This rank's errors, under the key "gradients".
+            saved: This rank's errors, under the key "gradients". If it is empty, the errors are
+                not changed.
+
+        Raises:
+            OutOfMemoryError: The memory budget does not allow the buffer of the errors.
         """
         if isinstance(group.gradient.reduction, ErrorFeedback):
             group.gradient.reduction.restore(saved)

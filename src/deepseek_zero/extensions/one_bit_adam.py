@@ -26,9 +26,8 @@ from .momentum_exchange import MomentumExchange, exchange_momenta, reduce_gradie
 class MomentumSteps(UpdatePolicy):
     """The update policy of 1-bit Adam.
 
-    After step number `freeze_step`, ranks exchange momenta as signs instead of reducing gradients.
-    The policy starts this exchange. It ends the exchange if a checkpoint of an earlier step is
-    loaded.
+    After `freeze_step` updates, ranks exchange momenta as signs instead of reducing gradients. The
+    policy starts this exchange. It ends the exchange if a checkpoint with fewer updates is loaded.
     """
 
     keeps_own_states = True
@@ -50,7 +49,9 @@ class MomentumSteps(UpdatePolicy):
         self._own_states: dict[int, Mapping[str, Tensor]] = {}
 
     def attach(self, optimizer: Stepping) -> None:
-        """Check that the settings of the run support an exchange of momenta.
+        """Store the optimizer, and check that the run's settings support the exchange of momenta.
+
+        The policy keeps only a weak reference to the optimizer.
 
         Args:
             optimizer: The sharded optimizer to which the policy belongs.
@@ -103,11 +104,16 @@ class MomentumSteps(UpdatePolicy):
         return inner
 
     def refuse_joining(self, what: str, fix: str) -> None:
-        """Raise `UsageError` if ranks already exchange momenta, because parameters cannot be added.
+        """Raise `UsageError` if ranks already exchange momenta.
+
+        A parameter that is added during the exchange would have no second moment.
 
         Args:
             what: The event that adds parameters. It is not used.
             fix: What the user can do. It is not used, because the error contains other advice.
+
+        Raises:
+            UsageError: Ranks exchange momenta.
         """
         if self._inner.takes_momenta:
             raise UsageError(
@@ -118,15 +124,19 @@ class MomentumSteps(UpdatePolicy):
             )
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """Keep or discard the exchanged momenta, and start the exchange after `freeze_step` steps.
+        """Keep or discard the exchanged momenta, and start the exchange when it is due.
 
-        After a skipped step, the new momenta are discarded and the compression errors are reset.
-        After step number `freeze_step`, the gradient reduction of every group is replaced by the
-        exchange.
+        After a skipped step, the new momenta are discarded and the compression errors are set to
+        zero. After `freeze_step` updates, the gradient reduction of every trained group is replaced
+        by the exchange, and `takes_momenta` of the inner optimizer becomes True.
 
         Args:
             result: The result of the step, including whether it was skipped.
             rescale: The new loss scale divided by the old one; not used.
+
+        Raises:
+            OutOfMemoryError: The memory budget does not allow the buffers of the exchange.
+            PeerError: Another rank failed.
 
         Note:
             Collective: every rank must call it.
@@ -137,13 +147,15 @@ class MomentumSteps(UpdatePolicy):
         self._follow(is_forced=False)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Store the error-feedback buffers of one parameter group until all states are loaded.
+        """Store the buffers of one group's exchange of momenta until all states are loaded.
 
-        The exchange of momenta that starts after loading uses the stored buffers.
+        If the exchange starts after loading, it uses the stored buffers. Otherwise they are
+        discarded.
 
         Args:
             group: The parameter group to which the buffers belong.
-            saved: This rank's error-feedback buffers by name.
+            saved: This rank's error-feedback buffers "worker" and "server", and the current
+                momentum "signs". If "signs" is missing, the buffers are not used.
         """
         self._own_states[id(group)] = saved
 
