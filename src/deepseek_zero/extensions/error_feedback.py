@@ -36,7 +36,7 @@ class ErrorFeedback(GradReduction):
     _errors: Errors | None = None
 
     def reduce(self, partial: FlatBuffer, target: FlatBuffer, what: str, *, add: bool) -> Pending:
-        """Start to sum partial gradients over the ranks, with earlier compression errors added.
+        """Add earlier compression errors to a gradient, and start its reduction.
 
         The new compression errors replace the earlier ones. The first call allocates their buffer.
 

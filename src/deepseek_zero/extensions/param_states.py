@@ -49,16 +49,21 @@ def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return a full optimizer state of a parameter, in the parameter's shape.
 
+    Pending updates run first, and the optimizer states of this rank are fetched if they are
+    offloaded.
+
     Args:
         param: A parameter of a wrapped model.
         optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Returns:
-        A new fp32 tensor. None before the first step, for a frozen parameter, for a parameter of no
-        wrapped model, and if the optimizer has no state of this name.
+        A new fp32 tensor. None if the parameter has no state of this name, for example before the
+        first step, if it is frozen, or if it belongs to no wrapped model.
 
     Raises:
-        UsageError: `engine.offload_states` has moved the state, or an earlier update failed.
+        UsageError: `engine.offload_states` has moved states, or an earlier update failed.
+        StorageError: A disk failed.
+        PeerError: Another rank failed.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -88,12 +93,16 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
     Args:
         param: A parameter of a wrapped model.
-        value: The full state, the same on every rank.
+        value: The full state, the same on every rank. Each rank copies its shard and casts it to
+            the dtype of the state.
         optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Raises:
-        UsageError: The parameter belongs to no engine or is frozen, the optimizer has no such
-            state, or the size of `value` does not match.
+        UsageError: The parameter belongs to no engine or is frozen, the optimizer has no such state
+            (for example before the first step), the size of `value` does not match,
+            `engine.offload_states` has moved states, or an earlier update failed.
+        StorageError: A disk failed.
+        PeerError: Another rank failed.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -113,17 +122,22 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return this rank's shard of an optimizer state of a parameter, flat.
 
+    Pending updates run first, and the optimizer states of this rank are fetched if they are
+    offloaded. At stage 0, the shard is the full state.
+
     Args:
         param: A parameter of a wrapped model.
         optim_state_key: Name of an element-wise state, such as "exp_avg".
 
     Returns:
-        A copy, which is empty if this rank has no element of the parameter. None before the first
-        step, for a frozen parameter, for a parameter of no wrapped model, and if the optimizer has
-        no state of this name.
+        A copy in the dtype of the state. None if the parameter has no state of this name, for
+        example before the first step, if it is frozen, or if it belongs to no wrapped model. If
+        this rank has no element of the parameter, the result after the first step is an empty fp32
+        tensor for any name.
 
     Raises:
-        UsageError: `engine.offload_states` has moved the state, or an earlier update failed.
+        UsageError: `engine.offload_states` has moved states, or an earlier update failed.
+        StorageError: A disk failed.
     """
     if views := [view for _, view in _state_views(param, optim_state_key)]:
         return torch.cat(views)
@@ -141,14 +155,21 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Replace this rank's shard of an optimizer state of a parameter.
 
+    The function does not communicate. Ranks that hold the same elements, for example all ranks at
+    stage 0, must be given the same values.
+
     Args:
         param: A parameter of a wrapped model.
-        value: The new shard, flat.
-        optim_state_key: Name of an element-wise state, such as "exp_avg".
+        value: The new shard, flat, with as many elements as `safe_get_local_optimizer_state`
+            returns. It is cast to the dtype of the state.
+        optim_state_key: Name of an element-wise state, such as "exp_avg". It is not checked if this
+            rank has no element of the parameter.
 
     Raises:
-        UsageError: The parameter belongs to no engine or is frozen, the optimizer has no such
-            state, or the size of `value` does not match.
+        UsageError: The parameter belongs to no engine or is frozen, the optimizer has no such state
+            (for example before the first step), the size of `value` does not match,
+            `engine.offload_states` has moved states, or an earlier update failed.
+        StorageError: A disk failed.
     """
     owner = _owner(param)
     optimizer = _optimizer(owner, param)
@@ -210,13 +231,21 @@ def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return the full fp32 main weight of a parameter, in the parameter's shape.
+    """Return the full main weight of a parameter in fp32, in the parameter's shape.
+
+    Pending updates run first.
 
     Args:
         param: A parameter of a wrapped model.
 
     Returns:
-        A new fp32 tensor. None if the parameter is frozen or belongs to no wrapped model.
+        A new fp32 tensor. None if the parameter has no main weight, because it is frozen or belongs
+        to no wrapped model.
+
+    Raises:
+        UsageError: `engine.offload_states` has moved the main weight, or an earlier update failed.
+        StorageError: A disk failed.
+        PeerError: Another rank failed.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -231,17 +260,20 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Replace the fp32 main weight of a parameter, and the weight that the forward uses.
 
-    A frozen parameter has no main weight, so only its weight is replaced.
+    Each rank copies its part of `value`; nothing is communicated. Pending updates run first. A
+    frozen parameter has no main weight, so only its weight is replaced.
 
     Args:
         param: A parameter of a wrapped model.
         value: The full value, the same on every rank.
 
     Raises:
-        UsageError: The parameter belongs to no engine, or the size of `value` does not match.
+        UsageError: The parameter belongs to no engine, the size of `value` does not match,
+            `engine.offload_states` has moved states, or an earlier update failed.
+        StorageError: A disk failed.
 
     Note:
-        Collective: every rank must call it with the same parameter.
+        Every rank must call it with the same parameter, although it does not communicate.
     """
     owner = _owner(param)
     slot = _slot(owner, param)
@@ -259,14 +291,21 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's shard of a parameter's fp32 main weight, flat.
+    """Return this rank's shard of a parameter's main weight, flat, in fp32.
+
+    Pending updates run first. At stage 0 with several ranks, every rank holds the full main weight.
+    The function then returns the elements that would be this rank's shard at stage 1.
 
     Args:
         param: A parameter of a wrapped model.
 
     Returns:
         A copy, which is empty if this rank has no element of the parameter. None if the parameter
-        is frozen or belongs to no wrapped model.
+        has no main weight, because it is frozen or belongs to no wrapped model.
+
+    Raises:
+        UsageError: `engine.offload_states` has moved the main weight, or an earlier update failed.
+        StorageError: A disk failed.
     """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or owner.master is None:
@@ -276,18 +315,21 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's shard of a parameter's fp32 main weight, and of its weight.
+    """Replace this rank's shard of a parameter's fp32 main weight and weight.
 
-    At stage 0 with several ranks, every rank holds the full main weight, so the function raises an
-    error.
+    At stages 1 and 2, the new values are then all-gathered into the weights of all ranks. At stage
+    0 with several ranks, every rank holds the full main weight, so the function raises an error.
 
     Args:
         param: A parameter of a wrapped model.
-        value: The new shard, flat.
+        value: The new shard, flat, with as many elements as `safe_get_local_fp32_param` returns.
 
     Raises:
-        UsageError: The parameter belongs to no engine or has no sharded main weight, or the size of
-            `value` does not match.
+        UsageError: The parameter belongs to no engine or has no sharded main weight, the size of
+            `value` does not match, `engine.offload_states` has moved states, or an earlier update
+            failed.
+        StorageError: A disk failed.
+        PeerError: Another rank failed.
 
     Note:
         Collective: every rank must call it, so that ranks with a copy of the weight update it.
@@ -314,15 +356,19 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return the full reduced gradient of a parameter, in the parameter's shape.
 
-    Under fp16 the gradient is still multiplied by the loss scale. Inside `no_sync` gradients are
-    not reduced yet, and the function returns the gradient of this rank only.
+    Under fp16 the gradient is still multiplied by the loss scale. Stages 0 and 1 reduce gradients
+    only in the last backward of a step. Before it, and inside `no_sync`, the function returns the
+    gradient of this rank only.
 
     Args:
         param: A parameter of a wrapped model.
 
     Returns:
-        A new fp32 tensor between backward and step. None at any other time, and for a parameter
-        without a gradient.
+        A new fp32 tensor. None before the first backward of a step, after the step has freed the
+        gradients, for a parameter without a gradient, and for a parameter of no wrapped model.
+
+    Raises:
+        PeerError: Another rank failed.
 
     Note:
         Collective: every rank must call it with the same parameter.
@@ -365,7 +411,8 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the reduced gradient of a parameter.
 
     Each rank copies its shard of `value`; nothing is communicated. The function may be called
-    between the last backward of an accumulation and the step.
+    between the last backward of an accumulation and the step. A parameter without a gradient gets
+    one, so the step updates it.
 
     Args:
         param: A parameter of a wrapped model.
@@ -373,7 +420,9 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
             loss scale.
 
     Raises:
-        UsageError: The parameter has no reduced gradient, or the size of `value` does not match.
+        UsageError: The parameter belongs to no engine or is frozen, no gradients have been reduced
+            since the last step, the size of `value` does not match, or `engine.offload_states` has
+            moved states.
 
     Note:
         Every rank must call it with the same parameter, although it does not communicate.
@@ -387,14 +436,16 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's shard of a parameter's reduced gradient, flat, in fp32.
 
-    Under fp16 the gradient is still multiplied by the loss scale.
+    Under fp16 the gradient is still multiplied by the loss scale. At stage 0, the shard is the full
+    gradient.
 
     Args:
         param: A parameter of a wrapped model.
 
     Returns:
-        A copy between backward and step. None at any other time, and for a parameter without a
-        gradient.
+        A copy, which is empty if this rank has no element of the parameter. None before gradients
+        are reduced, after the step has freed them, for a parameter without a gradient, and for a
+        parameter of no wrapped model.
     """
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
@@ -409,14 +460,18 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace this rank's shard of a parameter's reduced gradient.
 
     The function does not communicate. It may be called between the last backward of an accumulation
-    and the step.
+    and the step. A parameter without a gradient gets one on this rank. Ranks that hold the same
+    elements, for example all ranks at stage 0, must be given the same values.
 
     Args:
         param: A parameter of a wrapped model.
-        value: The new shard, flat. Under fp16 it must be multiplied by the loss scale.
+        value: The new shard, flat, with as many elements as `safe_get_local_grad` returns. Under
+            fp16 it must be multiplied by the loss scale.
 
     Raises:
-        UsageError: The parameter has no reduced gradient, or the size of `value` does not match.
+        UsageError: The parameter belongs to no engine or is frozen, no gradients have been reduced
+            since the last step, the size of `value` does not match, or `engine.offload_states` has
+            moved states.
     """
     owner = _owner_of_grad(param)
     slot = _slot(owner, param)
@@ -431,13 +486,16 @@ def safe_update_full_grad_vectorized(
     """Replace the full gradients of several parameters by the results of a function.
 
     Args:
-        param_list: Parameters of a wrapped model. Those without a gradient are skipped.
-        update_func: Called with the full gradient and the parameter. It returns the new gradient,
-            which must have the same values on every rank. Under fp16 both gradients are multiplied
-            by the loss scale.
+        param_list: Parameters of a wrapped model. Those without a reduced gradient are skipped.
+        update_func: Called with the full gradient, a new fp32 tensor, and the parameter, for one
+            parameter at a time and without autograd. It returns the new gradient, which must have
+            the same values on every rank. Under fp16 both gradients are multiplied by the loss
+            scale.
 
     Raises:
-        UsageError: The size of a new gradient does not match.
+        UsageError: The size of a new gradient does not match, or `engine.offload_states` has moved
+            states.
+        PeerError: Another rank failed.
 
     Note:
         Collective: every rank must call it with the same parameters.

@@ -24,10 +24,16 @@ from ..sharding.param_group import ParamGroup
 
 
 class SumOverReplicas(GradReduction):
-    """A gradient reduction in two steps: within each replica (as in HSDP), then over the replicas.
+    """A gradient reduction in two phases: within each replica (as in HSDP), then over replicas.
+
+    Every backward that reduces gradients sums them within the replica. The sums of the replicas are
+    added up once per step.
+
+    Args:
+        group: The parameter group whose gradients are reduced. Its context must have an outer one.
 
     Attributes:
-        outer: The context of the ranks that hold the same slices in other replicas.
+        outer: The context of the ranks that hold the same slices, one in each replica.
     """
 
     sums_all = False
@@ -39,15 +45,17 @@ class SumOverReplicas(GradReduction):
         self.outer = group.comm_ctx.outer
 
     def complete(self, what: str) -> Pending:
-        """Start to add up the sums of all replicas, in place, unless the sum is complete.
+        """Start to add up the sums of all replicas, in place.
 
-        At stage 0, the results of all ranks of the replica are then all-gathered.
+        At stage 0, the results of all ranks of the replica are then all-gathered. The call has no
+        effect if no gradient was reduced since the last step, or if the sum is complete already.
 
         Args:
             what: The name of the unit, used in error messages.
 
         Returns:
-            A handle. The result may be read after its `wait()` has returned.
+            A handle. The result may be read after its `wait()` has returned. `wait()` raises
+            `PeerError` if another rank failed.
 
         Note:
             Collective: every rank that holds the same slices must call it. At stage 0, every rank
@@ -75,8 +83,12 @@ class SumOverReplicas(GradReduction):
         """Copy `values` from the first replica to all other replicas.
 
         Args:
-            values: The elements to copy. They are overwritten on all replicas except the first.
+            values: The elements to copy, flat, with the same length on every rank. They are
+                overwritten on all replicas except the first.
             what: The name of the values, used in error messages.
+
+        Raises:
+            PeerError: Another rank failed.
 
         Note:
             Collective: every rank that holds the same slices must call it.

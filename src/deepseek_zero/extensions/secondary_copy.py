@@ -19,8 +19,8 @@ from ..sharding.weight_gather import WeightGather
 class SecondaryCopy(WeightGather):
     """All-gathers a weight from a second copy that is sharded over fewer ranks (hpZ of ZeRO++).
 
-    The first gather after the weight has changed uses all ranks and fills the second copy. Later
-    gathers read the second copy.
+    The first gather, and the first one after each change of the weight, uses all ranks of the shard
+    group and fills the second copy. Other gathers read the second copy.
 
     Attributes:
         comm_ctx: The context of the ranks over which the second copy is sharded, usually one host.
@@ -60,15 +60,16 @@ class SecondaryCopy(WeightGather):
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
         """Start to gather the weight from the second copy.
 
-        If the weight has changed since the last gather, it is gathered from all ranks of the shard
-        group instead, and the second copy is filled with the result.
+        If the weight has changed since the last gather, or was not gathered before, it is gathered
+        from all ranks of the shard group instead. The second copy is then filled with the result.
 
         Args:
             whole: The output, which receives all elements of the weight.
             what: The name of the unit, used in error messages.
 
         Returns:
-            A handle. `whole` may be read after its `wait()` has returned.
+            A handle. `whole` may be read after its `wait()` has returned. `wait()` raises
+            `PeerError` if another rank failed.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

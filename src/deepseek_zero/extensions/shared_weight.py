@@ -12,7 +12,9 @@ from ..tiers.tier import Tier
 
 
 class SharedWeight(WeightGather):
-    """A weight all-gather without copies, for slices that are all in shared memory of one host.
+    """Gathers a weight without copies, from memory that all ranks of its shard group map.
+
+    All these ranks are on one host.
 
     Args:
         group: The parameter group whose weight is in shared memory.
@@ -45,14 +47,18 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Start a barrier, after which every rank has written its slice of the memory.
+        """Return a handle that waits until every rank has written its slice of the memory.
+
+        The call issues a barrier. It issues none with one rank, or if a barrier for several gathers
+        was issued before (`InPlaceGathers.begin`).
 
         Args:
             whole: A view of all slices in the shared memory. Nothing is copied to it.
             what: The name of the unit, used in error messages.
 
         Returns:
-            A handle. `whole` may be read after its `wait()` has returned.
+            A handle. `whole` may be read after its `wait()` has returned. `wait()` raises
+            `PeerError` if another rank failed.
 
         Note:
             Collective: every rank of the shard group must call it in the same order.

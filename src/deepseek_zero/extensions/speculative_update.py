@@ -70,10 +70,10 @@ class SpeculativeUpdate(UpdatePolicy):
     is known.
 
     Attributes:
-        budget: The size of the undo log in bytes.
+        budget: The largest size of the undo log in bytes.
         units: The shards of the units that may be updated during backward, in lists that are
             updated together, by unit number.
-        updated: The number of updates that ran during backward.
+        updated: The number of updates of units that ran during backward, over all steps.
         undone: The number of these updates that were undone.
     """
 
@@ -129,6 +129,9 @@ class SpeculativeUpdate(UpdatePolicy):
         Args:
             what: The event that adds parameters to the optimizer, for the error message.
             fix: The last sentence of the error message: what the user can do.
+
+        Raises:
+            UsageError: Always.
         """
         refuse_joining_with_undo_log(what, fix)
 
@@ -149,11 +152,17 @@ class SpeculativeUpdate(UpdatePolicy):
     def after_reduce(self, unit: Unit) -> None:
         """Update the units that have a complete gradient and a weight that is no longer in use.
 
-        The call has no effect before the last micro-batch of a step. Only units in `chosen()` are
-        updated.
+        The call has no effect outside the last backward of a step. Only units in `chosen()` are
+        updated. A unit waits for the step if one of its parameters is frozen, if an update of an
+        earlier step is still deferred, or if a gradient of this step is not finite. The overwritten
+        bytes are copied to the undo log.
 
         Args:
             unit: The unit whose gradient has just been reduced.
+
+        Raises:
+            OutOfMemoryError: The memory budget does not allow the undo log.
+            StorageError: A disk failed.
         """
         step = self.runtime.step
         if step.phase is not Phase.BACKWARD or not step.is_boundary:
@@ -205,6 +214,7 @@ class SpeculativeUpdate(UpdatePolicy):
 
         The units are examined in the order of the model, and each one is chosen that fits into the
         rest of the undo log. The first call allocates the log, and logs a warning if no unit fits.
+        Later calls return the same result.
 
         There are two reasons to prefer the first units. Backward computes their gradients last,
         when most activations have been freed and there is memory for the log. The next forward
@@ -243,14 +253,19 @@ class SpeculativeUpdate(UpdatePolicy):
     def conclude(self, due: Decision | None) -> frozenset[int]:
         """End the step: confirm the updates that ran during backward, or undo all of them.
 
+        The copies in the undo log are discarded.
+
         Args:
-            due: The factor of the gradients and the hyper-parameters of the step. The updates are
-                undone if they used other values. None also undoes them, because the step updates
-                nothing.
+            due: The factor of the gradients, the number of the update and the hyper-parameters of
+                the step. The updates are undone if they used other values. None also undoes them,
+                because the step updates nothing.
 
         Returns:
-            The numbers of the units whose updates are confirmed. The step must not update them
-            again.
+            The numbers of the units whose updates are confirmed; empty if there are none or if they
+            were undone. The step must not update these units again.
+
+        Raises:
+            StorageError: A disk failed.
         """
         if due is not None and due.hypers is None:
             due = replace(due, hypers=hypers_of(self.updater.inner))
@@ -270,8 +285,12 @@ class SpeculativeUpdate(UpdatePolicy):
     def flush(self) -> None:
         """Undo all updates that ran during backward.
 
-        If there were any, no further unit is updated during this backward. The method is called
-        before a program reads a state in the middle of a step.
+        If there were any, no further unit is updated during this backward. Otherwise the call has
+        no effect. The method is called before a program reads a state in the middle of a step.
+        `finish` is another name of this method.
+
+        Raises:
+            StorageError: A disk failed.
         """
         if not self._done:
             return
@@ -288,11 +307,19 @@ class SpeculativeUpdate(UpdatePolicy):
 
         Args:
             group: The parameter group whose state is read. The updates of all groups are undone.
+
+        Raises:
+            StorageError: A disk failed.
         """
         self.flush()
 
     def explain(self) -> list[str]:
-        """Return a line for `engine.explain`: how many updates ran in backward or were undone."""
+        """Return one line for `engine.explain` about the updates during backward.
+
+        The line contains the number of units that fit into the undo log, the number of updates that
+        ran during backward, how many of them were undone, and the bytes that all units need in the
+        log. If no unit can be updated during backward, it contains the reason instead.
+        """
         if not self.units:
             return [
                 "updates in backward: none, since the host updates no unit but the root with a "

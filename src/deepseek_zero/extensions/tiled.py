@@ -40,14 +40,15 @@ class TiledLinear(nn.Module):
         combine_out_splits: Whether the forward returns one tensor. If false, it returns the list of
             the output parts.
         linear_cls: The class of a tile. It is called with ``(in_features, out_features, bias=...,
-            **kwargs)``, and its forward returns one tensor.
+            **kwargs)``, and its forward returns one tensor. If it is nn.Linear, the tiles are
+            initialized with the bounds that nn.Linear uses for the whole layer.
         init_linear: A linear layer from which weight and bias are copied into the tiles. None
             leaves the initial values of the tiles.
         kwargs: Further arguments of `linear_cls`.
 
     Raises:
-        UsageError: A number of splits is not between 1 and the number of features, or the shape or
-            bias of `init_linear` does not match.
+        UsageError: A number of splits is not an integer between 1 and the number of features, or
+            the shape or bias of `init_linear` does not match.
     """
 
     children_are_units: ClassVar[bool] = True
@@ -119,7 +120,8 @@ class TiledLinear(nn.Module):
         The values of that rank are kept.
 
         Args:
-            other: The linear layer from which the values are copied.
+            other: The linear layer from which the values are copied. Its parameters must not be
+                sharded.
 
         Raises:
             UsageError: The shapes differ, or only one of the two layers has a bias.

@@ -44,7 +44,8 @@ class WeightDifferences(WeightGather):
         After an optimizer step, each rank sends the quantized difference between its slice of the
         main weight and the same slice of the weight. Every rank adds the differences to its weight.
         If a program has written values instead, each rank sends its whole slice of the weight,
-        without quantization.
+        without quantization. Unless `write` has written the slice, the main weight is first cast
+        into it.
 
         Args:
             what: The name of the unit, used in error messages.
@@ -52,7 +53,11 @@ class WeightDifferences(WeightGather):
                 has written values.
 
         Returns:
-            A handle. The weight may be read after its `wait()` has returned.
+            A handle. The weight may be read after its `wait()` has returned. `wait()` raises
+            `PeerError` if another rank failed.
+
+        Raises:
+            UsageError: `engine.offload_states` has moved a state of the parameter group.
 
         Note:
             Collective: every rank of the shard group must call it.
@@ -70,12 +75,13 @@ class WeightDifferences(WeightGather):
         return super().refresh(what, is_update=is_update)
 
     def write(self, slot: Slot, values: Tensor | None, low: int = 0) -> None:
-        """Write values into this rank's slice of one parameter.
+        """Write values into this rank's part of one parameter's weight.
 
-        The next call of `refresh` with ``is_update=False`` sends the slice to all ranks.
+        The main weight is not changed. The next call of `refresh` with ``is_update=False`` sends
+        this rank's slice of the weight to all ranks.
 
         Args:
-            slot: The position of the parameter in the flat buffer of its group.
+            slot: The position of the parameter in the flat buffers of the group.
             values: The new values, flat. None writes the values of the main weight, cast to the
                 dtype of the weight.
             low: The first element to write, relative to this rank's part of the parameter. `low` is
