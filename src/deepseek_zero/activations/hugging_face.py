@@ -23,8 +23,9 @@ _FUNCTION = "_gradient_checkpointing_func"
 def route_checkpoints(model: nn.Module) -> None:
     """Make a transformers model use this library's checkpoint function instead of torch's.
 
-    A forward pre-hook replaces torch's function at the start of every training forward. Gradient
-    checkpointing may therefore be enabled before or after this call. A model that contains no
+    A forward pre-hook of `model` replaces torch's function at the start of every forward in
+    training mode with gradients enabled. Gradient checkpointing may therefore be enabled before or
+    after this call. Any other checkpoint function is not replaced. A model that contains no
     transformers model is not changed.
 
     Args:
@@ -41,7 +42,8 @@ def recompute_layers(model: nn.Module) -> None:
     is already enabled.
 
     Args:
-        model: A transformers model, or a module that contains one.
+        model: A transformers model, or a module that contains one. If it contains several, only the
+            first one in the order of `model.modules()` is used.
 
     Raises:
         NotBuiltError: The transformers model does not support gradient checkpointing.

@@ -39,8 +39,10 @@ class LayerwiseAccumulation:
     The weights of each layer are therefore gathered once for all micro-batches, instead of once for
     each micro-batch.
     The constructor replaces the forward of each layer by a function that splits the batch and runs
-    one micro-batch after the other. If gradients are disabled, this function runs the whole batch
-    at once.
+    one micro-batch after the other. Each of these runs is an activation checkpoint, which backward
+    recomputes. If gradients are disabled, the function runs the whole batch at once.
+    The constructor also registers a forward pre-hook on the model. With gradients enabled, this
+    hook raises `UsageError` unless the number of samples is a positive multiple of `micro_batches`.
 
     Args:
         runtime: The ZeRO runtime of the wrapped model, whose schedule determines the layers and the
@@ -48,7 +50,8 @@ class LayerwiseAccumulation:
 
     Attributes:
         micro_batches: Number of micro-batches per batch.
-        samples: Number of samples on this rank in the current or last forward.
+        samples: Number of samples on this rank in the current or last forward. It is the size of
+            the first dimension of the first tensor argument, and 0 without such a tensor.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -68,7 +71,8 @@ class LayerwiseAccumulation:
     def remove(self) -> None:
         """Restore the forward of every layer, and remove the hook of the model.
 
-        A second call has no effect.
+        A layer whose forward was replaced again in the meantime is not changed. A second call has
+        no effect.
         """
         self._handle.remove()
         for forward in self._forwards:
@@ -104,8 +108,9 @@ class LayerwiseAccumulation:
     def cut(self, unit: str, call: ForwardCall) -> list[ForwardCall]:
         """Split the arguments of a layer's forward into one set of arguments per micro-batch.
 
-        A tensor is split if the size of its first dimension is the number of samples in the batch.
-        Parameters and all other arguments are passed to each call unchanged.
+        A tensor is split along its first dimension if the size of this dimension is `samples`. It
+        may be in nested tuples, lists and dicts. Parameters and all other arguments are passed to
+        each call unchanged.
 
         Args:
             unit: The name of the layer, for error messages.
@@ -115,7 +120,7 @@ class LayerwiseAccumulation:
             One pair of positional and keyword arguments for each micro-batch, in order.
 
         Raises:
-            UsageError: There is no tensor to split.
+            UsageError: The arguments contain no tensor to split.
         """
         parts: dict[int, Sequence[Tensor]] = {}
 
@@ -157,7 +162,8 @@ class LayerwiseAccumulation:
 
         Returns:
             An object with the structure of the first output, in which each tensor has all samples
-            of the batch. A tensor that is the same object in all outputs is returned unchanged.
+            of the batch. A tensor that is the same object in all outputs is returned unchanged. All
+            other values are those of the first output.
 
         Raises:
             UsageError: The outputs have different numbers of tensors, or the first dimension of a

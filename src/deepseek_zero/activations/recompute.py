@@ -319,11 +319,13 @@ def checkpoint(
 ) -> Any:
     """Run a function and recompute its activations in backward instead of saving them.
 
-    The configuration of the process determines where the inputs are stored. It may name operators
-    whose results are saved.
+    The configuration of the process determines where the inputs are stored, and may name operators
+    whose results are saved. The inputs stay in place if the process has no configuration, inside
+    saved-tensor hooks of other code, and while torch compiles. If gradients are disabled, the
+    function is only called.
 
     Args:
-        function: The function whose activations are not saved.
+        function: The function whose activations are not saved. Backward calls it again.
         *args: Positional arguments of the function.
         use_reentrant: Accepted for compatibility with torch; recomputation is never reentrant.
         **kwargs: Keyword arguments of the function, and those of torch.utils.checkpoint

@@ -556,12 +556,14 @@ def tile_loss(model: nn.Module, rows: int) -> None:
 
     A tile is a range of tokens. In training with labels, the output layer computes the loss of one
     tile at a time, so the logits of all tokens never exist at the same time. The output of the
-    model then contains no logits. Call this function after layers are split along "tp" and
-    sequences along "sp", and before the model is wrapped.
+    model then contains no logits. Such a forward raises `UsageError` if the model changes its
+    logits or its labels before the loss. Evaluation is not changed. Call this function after layers
+    are split along "tp" and sequences along "sp", and before the model is wrapped.
 
     Args:
-        model: The model, whose loss function and output layer are replaced in place.
-        rows: Number of tokens per tile.
+        model: The model, which is changed in place. The function replaces its loss function and the
+            class of its output layer, and registers two forward hooks.
+        rows: Number of tokens per tile, at least 1.
 
     Raises:
         NotBuiltError: The model is not a causal language model of transformers, or its output layer

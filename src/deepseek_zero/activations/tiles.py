@@ -315,11 +315,13 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
 
     Args:
         model: The model. The class of each feed-forward layer is replaced in place.
-        rows: Number of tokens per tile.
+        rows: Number of tokens per tile, at least 1.
 
     Raises:
-        NotBuiltError: The model has no feed-forward layer, a layer computes the result of a token
-            from other tokens, or the input of a layer is sharded over tokens along "tp".
+        NotBuiltError: The model has no feed-forward layer, the input of a layer is sharded over
+            tokens along "tp", or a layer contains a module that computes the result of a token from
+            other tokens, such as a convolution. The model is then unchanged. A later forward raises
+            this error if the tensors that a layer receives or returns do not have the same tokens.
     """
     named = {name: module for name, module in model.named_modules() if _is_mlp(module)}
     found = list(named.values())

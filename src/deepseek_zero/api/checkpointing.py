@@ -75,6 +75,8 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
     """Configure activation checkpointing for the whole process.
 
     The settings determine, among other things, where `checkpoint` stores the inputs of functions.
+    They replace those of an earlier call or of an engine. Memory that was reserved for offloaded
+    inputs is freed as soon as no autograd graph needs it.
 
     Args:
         mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
@@ -85,13 +87,16 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
         **words: DeepSpeed's keyword arguments: `partition_activations`,
             `contiguous_checkpointing`, `num_checkpoints`, `checkpoint_in_cpu`, `synchronize` and
             `profile`. `synchronize` has no effect. Each other argument overrides one setting, and
-            None leaves the setting unchanged. `partition_activations` cannot enable sharding if the
-            engine has not enabled it.
+            None leaves the setting unchanged. `partition_activations` can disable the sharding
+            that an engine has enabled, but cannot enable it. Rank 0 then logs a message, and the
+            inputs stay whole.
 
     Raises:
         ConfigError: `deepspeed_config` is invalid.
+        NotBuiltError: The only problems of `deepspeed_config` are keys that are not implemented.
         StorageError: The directory for offloaded inputs cannot be used.
-        UsageError: An argument is unknown, or `num_checkpoints` is not a positive integer.
+        UsageError: An argument is unknown, `num_checkpoints` is not a positive integer, or the
+            policy of `deepspeed_config` names an operator that torch does not have.
     """
     unknown = [name for name in words if name not in WORDS]
     if unknown:
@@ -116,9 +121,10 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Set whether the inputs of activation checkpoints are sharded over tensor-parallel ranks.
 
-    The call is equivalent to `configure(partition_activations=partition_activation)`. It can enable
-    sharding only if `activation_checkpointing.partition_activations` is set in an engine's
-    configuration. Otherwise the inputs stay whole, and a message is logged.
+    The call is equivalent to `configure(partition_activations=partition_activation)`. It can
+    disable the sharding that an engine has enabled with the configuration key
+    `activation_checkpointing.partition_activations`, but cannot enable it. If the argument is true
+    and sharding is not enabled, the inputs stay whole, and rank 0 logs a message.
 
     Args:
         partition_activation: Whether to shard the inputs.
@@ -164,15 +170,16 @@ def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSet
 
 
 def is_configured() -> bool:
-    """Return whether `configure` or an existing engine has configured checkpointing."""
+    """Return whether `configure` or an engine that still exists has configured checkpointing."""
     return recompute.current() is not None
 
 
 def reset() -> None:
     """Free the memory that is reserved for the offloaded inputs of checkpoints.
 
-    The next forward determines the required size and reserves new memory. Autograd graphs that
-    still exist keep their inputs.
+    The next forward reserves new memory. If the number of checkpoints is not configured, that
+    forward also determines the required size. Autograd graphs that still exist keep their inputs.
+    The call has no effect if checkpointing is not configured.
     """
     if (current := recompute.current()) is not None:
         current.reset()

@@ -31,26 +31,33 @@ def init_distributed(
 ) -> None:
     """Join the process group that a launcher or the arguments describe.
 
-    Without a launcher and without arguments, a group of one rank is created, so that
-    `torch.distributed.get_rank()` also works in a single process. A process group that exists
-    already is used.
+    If neither a launcher nor the arguments describe several ranks, a group of one rank is created,
+    so that `torch.distributed.get_rank()` also works in a single process. A process group that
+    exists already is kept. If a group of several ranks is created without "file://", the call also
+    sets the current CUDA device and torchrun's environment variables, such as RANK and MASTER_ADDR.
 
     Args:
-        dist_backend: Backend of torch.distributed. By default it depends on the device.
+        dist_backend: Backend of torch.distributed. None means "gloo" on a CPU or if ranks share a
+            GPU, and otherwise "cpu:gloo,cuda:nccl".
         auto_mpi_discovery: Accepted and ignored.
-        distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.
+        distributed_port: Port of the rendezvous, if neither a launcher nor `init_method` defines
+            one.
         verbose: Accepted and ignored.
-        timeout: Timeout of collectives of torch.distributed.
-        init_method: "env://", "tcp://host:port" or "file:///path".
+        timeout: Timeout of collectives of torch.distributed; None means 7 days.
+        init_method: "env://", "tcp://host:port" or "file:///path"; None means "env://". Existing
+            variables MASTER_ADDR and MASTER_PORT take precedence over the host and the port.
         dist_init_required: If False, raise unless the process group exists already.
         config: Accepted and ignored.
-        rank: This process's rank, if neither a launcher nor `init_method` defines it.
-        world_size: Number of ranks, if neither a launcher nor `init_method` defines it.
+        rank: This process's rank, if neither a launcher nor `init_method` defines it; -1 means
+            unknown.
+        world_size: Number of ranks, if neither a launcher nor `init_method` defines it; -1 means
+            unknown.
 
     Raises:
-        UsageError: `dist_init_required` is False but there is no process group, or `rank` or
-            `world_size` is out of range.
+        UsageError: `dist_init_required` is False but there is no process group, `rank` or
+            `world_size` is out of range, or the launcher's variables are invalid or incomplete.
         NotBuiltError: The scheme of `init_method` is none of the three above.
+        PeerError: The ranks did not connect.
 
     Note:
         Collective if there are several ranks: every rank must call it.
@@ -90,7 +97,8 @@ def join(
     Args:
         dist_backend: Backend of torch.distributed. By default it depends on the device.
         timeout: Timeout of collectives of torch.distributed.
-        distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.
+        distributed_port: Port of the rendezvous, if neither a launcher nor `init_method` defines
+            one.
         init_method: "env://", "tcp://host:port" or "file:///path".
         dist_init_required: If False, raise unless the process group exists already.
         rank: This process's rank, if neither a launcher nor `init_method` defines it.

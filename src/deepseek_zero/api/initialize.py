@@ -52,18 +52,19 @@ def initialize(
         optimizer: An optimizer over the model's parameters, or a callable that creates one from
             parameters. By default, the configuration's `optimizer` section is used.
         model_parameters: Parameters or parameter groups to train. By default, all parameters that
-            require a gradient are trained.
+            require a gradient are trained. Ignored if `optimizer` is an optimizer object.
         training_data: A dataset from which the returned loader yields this rank's samples.
         lr_scheduler: A learning-rate schedule, or a callable that creates one from the optimizer.
             By default, the configuration's `scheduler` section is used.
-        distributed_port: Port of the rendezvous, if the environment has no MASTER_PORT.
+        distributed_port: Port of the rendezvous, if the launcher does not define one.
         mpu: An object with the getters of a Megatron mpu. The group sizes and ranks that it returns
             must be those of the mesh.
-        dist_init_required: If False, the process must already be a member of a process group.
+        dist_init_required: False states that the program has already joined a process group, so
+            `distributed_port` has no effect.
         collate_fn: Collate function of the loader of `training_data`.
-        config: A dict, the path of a JSON file, or JSON text encoded in base64.
+        config: A dict, the path of a JSON file, JSON text, or JSON text encoded in base64.
         mesh_param: A pair of the number of data-parallel ranks and of sequence-parallel ranks.
-        config_params: Another name of `config`.
+        config_params: Another name of `config`, which takes precedence.
         mesh: Axes over the ranks, such as `{"dp_replicate": 2, "dp_shard": 4}`, a `Mesh`, or a
             `DeviceMesh` with names. By default, the configuration's `mesh` section is used.
 
@@ -72,8 +73,10 @@ def initialize(
         and the schedule are None if the arguments and the configuration do not define them.
 
     Raises:
-        ConfigError: The configuration has an unknown key or a value that cannot be used.
+        ConfigError: The configuration is missing, given twice or unreadable, or it has an unknown
+            key or a value that cannot be used.
         NotBuiltError: The configuration requires a feature that is not implemented.
+        PeerError: Another rank failed or did not connect.
         UsageError: An argument is missing or cannot be used.
 
     Note:

@@ -37,11 +37,13 @@ def set_z3_leaf_modules(
 
     Args:
         model: The model, before `initialize`.
-        leaf_module_classes: Classes, given as types, class names, or class names with the module.
+        leaf_module_classes: Classes, given as types, class names, or class names with the module. A
+            type also selects instances of its subclasses; a name does not.
         raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:
-        The modules of these classes, which are leaf modules now.
+        The modules of these classes, which are leaf modules now. The list is empty if there are
+        none and `raise_if_not_found` is false.
 
     Raises:
         LeafNotFoundError: `raise_if_not_found` is true and no module has one of the classes.
@@ -61,11 +63,13 @@ def unset_z3_leaf_modules(
 
     Args:
         model: The model, before `initialize`.
-        leaf_module_classes: Classes, given as types, class names, or class names with the module.
+        leaf_module_classes: Classes, given as types, class names, or class names with the module. A
+            type also selects instances of its subclasses; a name does not.
         raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:
-        The modules of these classes, which are no longer leaf modules.
+        The modules of these classes, which are no longer leaf modules. The list is empty if there
+        are none and `raise_if_not_found` is false.
 
     Raises:
         LeafNotFoundError: `raise_if_not_found` is true and no module has one of the classes.
@@ -89,7 +93,8 @@ def set_z3_leaf_modules_by_name(
         A pair of lists: the modules that are now leaf modules, and the names that no module has.
 
     Raises:
-        LeafNotFoundError: `raise_if_not_found` is true, and a name belongs to no module.
+        LeafNotFoundError: `raise_if_not_found` is true, and a name belongs to no module or
+            `module_names` is empty. No module is then changed.
     """
     return _mark_named(model, module_names, str.__eq__, raise_if_not_found)
 
@@ -111,7 +116,8 @@ def set_z3_leaf_modules_by_suffix(
         module.
 
     Raises:
-        LeafNotFoundError: `raise_if_not_found` is true, and a suffix matches no module.
+        LeafNotFoundError: `raise_if_not_found` is true, and a suffix matches no module or
+            `module_name_suffixes` is empty. No module is then changed.
     """
     return _mark_named(model, module_name_suffixes, str.endswith, raise_if_not_found)
 
@@ -165,7 +171,8 @@ def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Set whether one module is a ZeRO-3 leaf module.
 
-    If the module is already wrapped, the call has no effect on gathering and logs a warning.
+    If the module is already wrapped, the call has no effect on gathering, and rank 0 logs a
+    warning.
 
     Args:
         model: Module to change, before `initialize`. Its submodules are not changed.

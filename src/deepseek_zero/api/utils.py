@@ -16,7 +16,7 @@ from ..base.log import LEVELS, logger, speak
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message on selected ranks.
+    """Log a message with the library's logger on selected ranks.
 
     Args:
         message: Text to log.
@@ -33,7 +33,7 @@ def set_log_level_from_string(level: str) -> None:
     """Set the level of the library's logger from a name such as "info".
 
     Args:
-        level: "debug", "info", "warning", "error" or "critical".
+        level: "debug", "info", "warning", "error" or "critical", in upper or lower case.
 
     Raises:
         UnknownLevelError: `level` is none of these names.
@@ -62,11 +62,14 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log this process's device memory and the used memory of the host, on every calling rank.
+    """Log the memory that this process and its host use, in GiB, on every calling rank.
+
+    On a GPU, the line has the memory that torch has allocated and reserved, and the peak of the
+    allocated memory. On a CPU, it has the resident memory of this process instead.
 
     Args:
         message: Text at the start of the logged line.
-        force: If false, the call does nothing, as in DeepSpeed.
+        force: If false, the call has no effect, as in DeepSpeed.
     """
     if not force:
         return

@@ -144,6 +144,8 @@ class DeepSeekZeRO3(Exports, StandsForModule):
 
     Raises:
         ConfigError: A key is unknown or has a value that cannot be used.
+        NotBuiltError: A key requires a feature that is not implemented.
+        PeerError: Another rank failed or did not connect.
         UsageError: An argument cannot be used.
 
     Note:
@@ -251,8 +253,10 @@ class ZeroOptimizer(ScalesItself, Optimizer):
     """An optimizer for the parameters of a model that `DeepSeekZeRO3` shards.
 
     The optimizer may be created before or after the model is wrapped. Each rank updates its own
-    shards. Gradients are kept until `zero_grad` is called, as with the optimizers of torch. Methods
-    raise UsageError if `initialize` has wrapped the model, because its engine has an optimizer.
+    shards. Gradients are kept until `zero_grad` is called, as with the optimizers of torch. The
+    methods `step`, `add_param_group`, `zero_grad`, `state_dict` and `load_state_dict` raise
+    UsageError if `initialize` has wrapped the model, because its engine has an optimizer. The first
+    call of one of them after the model was wrapped is collective: every rank must make it.
 
     Args:
         params: Parameters or parameter groups to update.
@@ -265,6 +269,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
     Raises:
         ConfigError: The optimizer is unknown or an argument is invalid.
         NotBuiltError: The optimizer or the value of an argument is not implemented.
+        UsageError: `params` contains something other than parameters or parameter groups.
     """
 
     def __init__(
@@ -347,13 +352,18 @@ class ZeroOptimizer(ScalesItself, Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the weights from the accumulated gradients.
 
+        If a model has been wrapped and a gradient of some rank is not finite, the step changes no
+        weight and no state, unless `check_grad_overflow` is false. The return value is always None,
+        also with a closure.
+
         Args:
             closure: A function that computes the loss before the update, as in torch. It must be
                 None if a model has been wrapped.
 
         Raises:
-            UsageError: There are several ranks and no wrapped model has these parameters, or a
-                closure was passed although a model has been wrapped.
+            UsageError: There are several ranks and no wrapped model has these parameters, a closure
+                was passed although a model has been wrapped, or `initialize` has wrapped the model.
+            PeerError: Another rank failed.
 
         Note:
             Collective if a model has been wrapped: every rank must call it.
@@ -379,6 +389,12 @@ class ZeroOptimizer(ScalesItself, Optimizer):
             param_group: The parameters and the options of the group. If a model has been wrapped,
                 the parameters must be those of that model.
 
+        Raises:
+            UsageError: A model has been wrapped, and a parameter is already in a group or not in
+                the model, or a feature of the configuration does not allow new groups. It is also
+                raised if `initialize` has wrapped the model.
+            ValueError: No model has been wrapped, and a parameter is already in a group.
+
         Note:
             Collective if a model has been wrapped: every rank must call it.
         """
@@ -390,6 +406,9 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         Args:
             set_to_none: Whether `grad` becomes None instead of a tensor of zeros. The argument has
                 no effect if a model has been wrapped.
+
+        Raises:
+            UsageError: `initialize` has wrapped the model.
         """
         self._attach().zero_grad(set_to_none)
 
@@ -398,6 +417,9 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
         If a model has been wrapped, the result contains the state of this rank's shards, and can
         be loaded only with the same rank, world size and stage.
+
+        Raises:
+            UsageError: `initialize` has wrapped the model.
         """
         return self._attach().state_dict()
 
@@ -405,11 +427,12 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         """Load the optimizer state that `state_dict` returned.
 
         Args:
-            state_dict: State of the optimizer, in the format of `torch.optim.Optimizer`.
+            state_dict: The result of `state_dict`.
 
         Raises:
             UsageError: A model has been wrapped, and the state belongs to another optimizer, model,
-                rank, world size or stage.
+                rank, world size or stage. It is also raised if `initialize` has wrapped the model.
+            ValueError: No model has been wrapped, and the state has other parameter groups.
         """
         self._attach().load_state_dict(state_dict)
 

@@ -48,16 +48,20 @@ def _both(cls: Any, chosen: Any) -> Any:
 class Init(zero_init.Init):
     """Context manager that shards each module when it is assigned to its parent module.
 
-    With several ranks, no rank therefore holds the whole model while it is constructed. With one
-    rank, each shard is the whole parameter.
+    Each rank keeps an equal shard of each parameter, with the values of rank 0. With several ranks,
+    no rank therefore holds the whole model while it is constructed. With one rank, each shard is
+    the whole parameter.
     In a program that imports `deepspeed`, the parameters also have DeepSpeed's `ds_*` attributes.
+    Only in such a program are the parameters sharded that belong to the outermost module itself.
 
     Args:
         module: An existing module to shard immediately, or None.
         dtype: The dtype to which values are cast when they are sharded; None keeps their dtype.
-        enabled: If False, the context does nothing.
+            Parameters that a module declares as fp32 are not cast.
+        enabled: If False, the context has no effect.
         config_dict_or_path: A configuration. In a program that imports `deepspeed`, the dtype of
-            this configuration is used if `dtype` is None.
+            this configuration is used if `dtype` is None. Otherwise the configuration has no
+            effect.
         **deepspeed_options: DeepSpeed's other arguments. `config` is another name of
             `config_dict_or_path`. The others are accepted and have no effect.
 
@@ -115,19 +119,20 @@ class Init(zero_init.Init):
 class GatheredParameters(gathered_parameters.GatheredParameters):
     """Context manager in which sharded parameters have their full values.
 
-    The context has no effect on parameters that are not sharded.
+    Parameters are ignored if they belong to no wrapped model and were not built under `zero.Init`.
+    If the block raises an error, changes of the values are discarded.
 
     Args:
         params: A parameter, several parameters, or a module.
-        modifier_rank: The rank whose in-place changes all ranks adopt at exit. If None, the values
-            are read-only.
+        modifier_rank: The world rank whose in-place changes all ranks adopt at exit. If None, the
+            values are read-only.
         fwd_module: Accepted and ignored.
-        enabled: If False, the context does nothing.
+        enabled: If False, the context has no effect.
 
     Raises:
         UsageError: A parameter was changed although `modifier_rank` is None. All ranks raise this
-            error. It is also raised if the memory of a parameter was replaced by a tensor of
-            another shape or dtype.
+            error at exit. It is also raised if the memory of a parameter was replaced by a tensor
+            of another shape or dtype, or if the engine of a parameter was deleted.
 
     Note:
         Collective when the block begins and ends: every rank must pass the same parameters.
@@ -147,20 +152,25 @@ class GatheredParameters(gathered_parameters.GatheredParameters):
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
     """Load weights from a safetensors folder or file into a model.
 
-    In a wrapped model, the shards, the main weights and the persistent buffers are replaced. A
-    model that is not wrapped yet may be on the meta device or constructed under `zero.Init`. Each
-    rank then loads only its shards, and `initialize` uses them.
+    In a wrapped model, the shards, the main weights and the persistent buffers are replaced, and
+    accumulated gradients are discarded. A model that is not wrapped yet may be on the meta device
+    or constructed under `zero.Init`. Each rank then loads only its shards, and `initialize` uses
+    them.
 
     Args:
         model: Model to load into, before or after `initialize`.
         path: A folder in the layout of Hugging Face, or one safetensors file.
-        strict: Whether to raise an error if the files and the model have different names.
+        strict: Whether to raise an error if the files and the model have different names. If False,
+            tensors that the files do not contain keep their values.
 
     Raises:
-        CheckpointError: The files do not fit the model or are damaged.
+        CheckpointError: The files do not exist, do not fit the model or are damaged.
+        NotBuiltError: `path` is a URL.
+        UsageError: `path` is neither a string nor a path.
 
     Note:
-        Collective if the model is sharded over several ranks: every rank must call it.
+        Collective if the model is wrapped, on the meta device or constructed under `zero.Init`:
+        every rank must call it.
     """
     checkpoint.load_weights(model, path_of("load_weights", "path", path), strict)
     for session in {
@@ -178,11 +188,11 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     out, the library detects the parameter at its first use in a forward, and gathers it then.
 
     Args:
-        module: The module that reads the parameter.
+        module: The module that reads the parameter, in the same wrapped model.
         parameter: A parameter of a wrapped model.
 
     Raises:
-        UsageError: No engine has wrapped the parameter.
+        UsageError: The parameter belongs to no wrapped model.
 
     Note:
         Every rank must make the same calls, although the calls do not communicate.
@@ -203,7 +213,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         parameter: A parameter of a wrapped model.
 
     Raises:
-        UsageError: No engine has wrapped the parameter.
+        UsageError: The parameter belongs to no wrapped model.
 
     Note:
         Every rank must make the same calls, although the calls do not communicate.

@@ -49,7 +49,7 @@ def attend_sparsely(model: nn.Module, attention: SparseAttention) -> None:
 
     Raises:
         NotBuiltError: Sparse attention does not support the model's attention, or heads have
-            different layouts and the number of ranks does not divide the number of heads.
+            different layouts and `attention.ranks` does not divide the number of heads.
     """
     config: Any = model.config
     reasons = {

@@ -57,14 +57,15 @@ class SparseAttention:
             value: Shape ``(samples, key_heads, keys, value_width)``.
             is_causal: Whether a query does not attend to later keys. A unidirectional layout is
                 always causal.
-            window: A query attends only to the last `window` keys, including its own; None for no
-                limit.
+            window: A query attends to its own key and at most `window - 1` earlier keys; None for
+                no limit. Later keys are not limited.
             reach: A query attends only to keys at most this many tokens away; None for no limit.
             scale: Factor of the scores; None for 1 / sqrt(width).
             biases: Each is a tensor of numbers to add to the scores, a bool tensor that is True for
                 the visible keys, or a `BiasRule`. Tensors have four dimensions, each 1 or
                 that of ``(samples, heads, queries, keys)``.
-            dropout: Probability of dropping an attention weight. Above 0, all scores are computed.
+            dropout: Probability of dropping an attention weight. Above 0, all scores are computed,
+                and rank 0 logs a warning once.
 
         Returns:
             A tensor of shape ``(samples, heads, queries, value_width)``.

@@ -62,8 +62,8 @@ class Pattern:
             layout: The blocks of keys that each block of queries attends to; None for all keys.
             is_causal: Whether a query does not attend to later keys. A unidirectional layout is
                 always causal.
-            window: A query attends only to the last `window` keys, including its own; None for no
-                limit.
+            window: A query attends to its own key and at most `window - 1` earlier keys; None for
+                no limit. Later keys are not limited.
             reach: A query attends only to keys at most this many tokens away; None for no limit.
 
         Returns:

@@ -41,7 +41,8 @@ def attend_selected(
         key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
         value: Shape ``(samples, key_heads, tokens, value_width)``.
         block: The number of keys per block.
-        blocks: Number of blocks that a tile attends to, including the block that contains the tile.
+        blocks: Maximum number of blocks that a tile attends to, including the block that contains
+            the tile.
         tile: The number of consecutive queries that attend to the same blocks; must divide `block`.
         chosen_by: "head": each head selects separately (MoBA). "group": heads that read the same
             keys select together, by the sum of their scores (NSA).
@@ -79,14 +80,16 @@ def select_blocks(
 ) -> Tensor:
     """Select the blocks of keys that each tile of queries attends to in `attend_selected`.
 
-    A tile is a number of consecutive queries that attend to the same blocks. Of blocks with equal
-    scores, the earlier one is selected.
+    A tile is a number of consecutive queries that attend to the same blocks. The block that
+    contains the tile is always selected, and later blocks never are. Of blocks with equal scores,
+    the earlier one is selected.
 
     Args:
         query: Shape ``(samples, heads, tokens, width)``.
         key: Shape ``(samples, key_heads, tokens, width)``; `key_heads` divides `heads`.
         block: The number of keys per block.
-        blocks: Number of blocks that a tile attends to, including the block that contains the tile.
+        blocks: Maximum number of blocks that a tile attends to, including the block that contains
+            the tile.
         tile: The number of queries per tile; must divide `block`.
         chosen_by: "head": each head selects separately. "group": heads that read the same keys
             select together, by the sum of their scores.

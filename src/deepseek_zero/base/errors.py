@@ -13,7 +13,9 @@ MOST_LISTED = 8  # maximum ranks of a host that a message lists one by one
 
 
 class DeepSeekZeroError(RuntimeError):
-    """Base class of the errors that this library defines.
+    """Base class of the library's errors, which builds the message from three parts.
+
+    The parts are also attributes of the error.
 
     Args:
         what: What happened, with names and numbers.

@@ -82,16 +82,18 @@ def state_dict_of(
 
     Args:
         path: A checkpoint, or a directory of checkpoints.
-        dtype: Dtype of floating-point tensors; None keeps the most precise dtype that was saved.
+        dtype: Dtype of floating-point tensors, or its name, such as "bf16"; None keeps the most
+            precise dtype that was saved.
         tag: Name of the checkpoint in the directory; None selects the one that the file `latest`
             names.
         exclude_frozen: Whether to omit parameters that are not trained.
 
     Returns:
-        A dict from each name to the full tensor.
+        A dict from each name to the full tensor, in host memory.
 
     Raises:
-        CheckpointError: The checkpoint does not exist or is damaged.
+        CheckpointError: The checkpoint does not exist or is damaged, or the name of the dtype is
+            unknown.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)

@@ -274,8 +274,9 @@ def export_safetensors(
 ) -> list[str]:
     """Write the full weights as safetensors files into a folder.
 
-    The ranks take the files in turn, so all ranks write at the same time if there are enough files.
-    The folder changes only after everything is on the disk.
+    The files are distributed over the ranks, so all ranks write at the same time if there are
+    enough files. The folder changes only after everything is on the disk. Safetensors files of an
+    earlier export in the folder are then replaced or removed. Other files are kept.
 
     Args:
         runtime: Runtime that holds this rank's shards.
@@ -288,7 +289,8 @@ def export_safetensors(
         The names of the safetensors files.
 
     Raises:
-        CheckpointError: A rank cannot write, or `directory` is a file. It is raised on every rank.
+        CheckpointError: A rank cannot write, `directory` is a file, or the safetensors format has
+            no name for a dtype. It is raised on every rank.
 
     Note:
         Collective: every rank must call it.
@@ -312,9 +314,10 @@ def export_safetensors(
 def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     """Write the full weights to one file on rank 0.
 
-    The suffix .safetensors selects a safetensors file, which is written tensor by tensor. The other
-    suffixes select a file for `torch.load`. To write such a file, rank 0 holds the whole model in
-    host memory, in the requested dtype.
+    An existing file is replaced after the new one is on the disk. The suffix .safetensors selects a
+    safetensors file, which is written tensor by tensor. The other suffixes select a file for
+    `torch.load`. To write such a file, rank 0 holds the whole model in host memory, in the
+    requested dtype.
 
     Args:
         runtime: Runtime that holds this rank's shards.
@@ -322,7 +325,8 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
         settings: Dtype of the export, and whether to omit frozen parameters.
 
     Raises:
-        CheckpointError: Rank 0 cannot write, or `path` is a folder. It is raised on every rank.
+        CheckpointError: Rank 0 cannot write, `path` is a folder, or the safetensors format has no
+            name for a dtype. It is raised on every rank.
 
     Note:
         Collective: every rank must call it.

@@ -68,9 +68,10 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
 
     Weights, main weights and buffers are restored. `settings` select whether moments and random
     generators are restored, too. A rank keeps its random generators if no saved rank corresponds to
-    it. Any number of ranks on any mesh may have saved the checkpoint. All ranks check shapes, names
-    and the optimizer before any rank changes its states. If `settings.verify` is true, the ranks
-    also verify the checksums of the files.
+    it. Accumulated gradients and deferred updates are discarded. Any number of ranks on any mesh
+    may have saved the checkpoint. All ranks check shapes, names and the optimizer before any rank
+    changes its states. If `settings.verify` is true, the ranks also verify the checksums of the
+    files.
 
     Args:
         directory: Directory of checkpoints.

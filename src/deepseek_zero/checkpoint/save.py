@@ -59,7 +59,7 @@ RANK_FILE = re.compile(r"rank_\d+\.safetensors")
 
 
 class PendingSave:
-    """A checkpoint that is being saved in two collective steps.
+    """Saves a checkpoint in two collective steps.
 
     The constructor starts the save, and `commit` completes it. If `settings.wait` is false, a rank
     may write its file in the background between the two steps.
@@ -72,8 +72,9 @@ class PendingSave:
         settings: What to write, and whether the constructor waits until it is written.
 
     Raises:
-        CheckpointError: A rank cannot write, or the tags differ and `settings.tag_validation` is
-            "Fail". It is raised on every rank, and the previous checkpoint stays loadable.
+        CheckpointError: A rank cannot write, a buffer is sparse, the tag is not a valid name, or
+            the tags differ and `settings.tag_validation` is "Fail". It is raised on every rank, and
+            the previous checkpoint stays loadable.
 
     Note:
         Collective: every rank must call the constructor.

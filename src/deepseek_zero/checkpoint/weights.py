@@ -49,17 +49,19 @@ def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> None:
 def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> None:
     """Load the weights of safetensors files into a wrapped model.
 
-    Parameter shards, main weights and persistent buffers are replaced. Optimizer moments and step
-    counters are kept.
+    Parameter shards, main weights and persistent buffers are replaced. Accumulated gradients and
+    deferred updates are discarded. Optimizer moments and step counters are kept.
 
     Args:
         runtime: Runtime of the wrapped model, which holds its parameter shards.
         path: A safetensors file, or a folder in the layout of Hugging Face.
-        strict: Whether to require the same names in the model and the files.
+        strict: Whether to require the same names in the model and the files. If False, tensors that
+            the files do not contain keep their values.
 
     Raises:
-        CheckpointError: The files are damaged, shapes differ, or names differ and `strict` is true.
-            It is raised on every rank, and the model is unchanged.
+        CheckpointError: The files do not exist or are damaged, shapes differ, or names differ and
+            `strict` is true. It is raised on every rank. The model is unchanged if a check before
+            the load fails. If reading the tensors fails, the values of the model are undefined.
 
     Note:
         Collective: every rank must call it.
@@ -100,14 +102,15 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     Args:
         model: Model whose parameters and persistent buffers are replaced.
         path: A safetensors file, or a folder in the layout of Hugging Face.
-        strict: Whether to require the same names in the model and the files. Shapes must match in
-            any case.
+        strict: Whether to require the same names in the model and the files. If False, tensors that
+            the files do not contain keep their values. Shapes must match in any case.
 
     Raises:
-        CheckpointError: The files do not fit the model or are damaged.
+        CheckpointError: The files do not exist, do not fit the model or are damaged.
 
     Note:
-        Collective if the model is sharded over several ranks: every rank must call it.
+        Collective if the model is wrapped, on the meta device or built under `zero.Init`: every
+        rank must call it.
     """
     runtime = next(
         (each for each in map(_runtime_of, model.parameters()) if each is not None), None

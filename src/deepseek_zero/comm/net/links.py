@@ -110,7 +110,8 @@ class Links:
     def connect(self) -> str:
         """Connect to all ranks on other hosts, and start the thread.
 
-        The method waits at most `CONNECT_SECONDS` for the connections.
+        The method waits at most `CONNECT_SECONDS` for the connections. The thread continues to look
+        for a missing one afterwards. Call this method once.
 
         Returns:
             A text that names the ranks to which there is no connection and the reasons, or "" if
@@ -142,13 +143,16 @@ class Links:
     def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
         """Start one collective: send a tensor to several ranks, and receive one from each of them.
 
+        The tensors must not be changed until the returned function has returned.
+
         Args:
             messages: By world rank, a pair of the tensor to send and the tensor to receive into.
-                Empty tensors are not sent.
+                The tensors are flat and in host memory. Empty tensors are not sent.
             cid: The identifier of the collective, by which ranks match their messages.
 
         Returns:
-            A function that waits until all tensors were sent and received. It raises
+            A function that waits until all tensors were sent and received. It raises `TimeoutError`
+            if that takes longer than the poll interval, and may be called again. It raises
             `ConnectionLost` if one of the ranks is lost.
         """
         exchange = Exchange(cid)
@@ -188,8 +192,8 @@ class Links:
     def close(self) -> None:
         """Close all connections, and then the listener.
 
-        The method first waits until the other ranks have received all messages, and then until the
-        thread has ended. Each wait takes at most `FAREWELL_SECONDS`.
+        Before it closes the connections, the method waits until the other ranks have received all
+        messages, and then until the thread has ended. Each wait takes at most `FAREWELL_SECONDS`.
         """
         self.hang_up()
         self.listener.close()

@@ -33,13 +33,16 @@ class Tcp(PointToPoint):
     def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
         """Start to exchange tensors with other ranks over their connections.
 
+        The tensors must not be changed until the returned function has returned.
+
         Args:
             messages: By world rank, a pair of the tensor to send and the tensor to receive into.
-                Empty tensors are not sent.
+                The tensors are flat and in host memory. Empty tensors are not sent.
             cid: The identifier of the collective, by which ranks match their messages.
 
         Returns:
-            A function that waits until all tensors were sent and received. It raises
+            A function that waits until all tensors were sent and received. It raises `TimeoutError`
+            if that takes longer than the poll interval, and may be called again. It raises
             `ConnectionLost` if one of the ranks is lost.
         """
         return self.links.start(messages, cid)
