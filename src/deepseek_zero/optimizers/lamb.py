@@ -66,8 +66,8 @@ class Lamb(Optimizer):
 
     For a parameter p with the moments m and v of Adam (corrected for their bias if
     `bias_correction` is true), the update is ``r = m / (sqrt(v) + eps) + weight_decay * p`` and ``p
-    = p - lr * clamp(|p| / |r|, min_coeff, max_coeff) * r``. The clamped ratio of the two norms is
-    the trust ratio. Norms are computed over the whole parameter. If either norm is 0, the trust
+    = p - lr * clamp(|p| / |r|, min_coeff, max_coeff) * r``. The clamped ratio of the two L2 norms
+    is the trust ratio. Norms are computed over the whole parameter. If either norm is 0, the trust
     ratio is 1. The state of a parameter consists of `step`, `exp_avg` and `exp_avg_sq`.
 
     Args:
@@ -77,6 +77,7 @@ class Lamb(Optimizer):
 
     Raises:
         ConfigError: A value is out of range.
+        TypeError: `LambSettings` has no field of the name of a keyword argument.
     """
 
     granularity: ClassVar[Literal["tensor"]] = "tensor"

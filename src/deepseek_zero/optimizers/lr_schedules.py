@@ -55,8 +55,10 @@ class HasParamGroups(Protocol):
 class LRSchedule(ABC):
     """Base class of schedules that write `lr` into an optimizer's parameter groups.
 
-    The constructor writes the learning rates of the first optimizer step. The methods `step`,
-    `get_last_lr`, `state_dict` and `load_state_dict` are those of PyTorch's `LRScheduler`.
+    The constructor writes the learning rates of the first optimizer step. If the `lr` of a group is
+    a tensor, it is overwritten in place. The methods `step`, `get_last_lr`, `state_dict` and
+    `load_state_dict` have the names and the purpose of those of PyTorch's `LRScheduler`. A derived
+    class defines the dataclass `Settings` and the methods `get_lr` and `_prepare`.
 
     Args:
         optimizer: An object with `param_groups`, or with an attribute `optimizer` that has them.
@@ -66,7 +68,9 @@ class LRSchedule(ABC):
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A setting is invalid.
+        ConfigError: A number of iterations is out of range, or a list does not have one value per
+            parameter group.
+        TypeError: A setting is unknown, or a required setting is missing.
     """
 
     Settings: ClassVar[type[Any]]
@@ -84,11 +88,13 @@ class LRSchedule(ABC):
         """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates that the next optimizer step uses, one per parameter group."""
+        """Return the learning rates that were last written, one per parameter group."""
         return list(self._last_lr)
 
     def step(self, iteration: int | None = None) -> None:
         """Advance the schedule and write the new learning rates into the parameter groups.
+
+        The next optimizer step uses these rates.
 
         Args:
             iteration: The number of the iteration to set. None advances the schedule by one
@@ -116,6 +122,7 @@ class LRSchedule(ABC):
             state_dict: The result of `state_dict`.
 
         Raises:
+            KeyError: `state_dict` has no key "last_batch_iteration".
             UsageError: The number of parameter groups has changed.
         """
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
@@ -318,21 +325,28 @@ class WarmupLR(LRSchedule):
 
     The rate of iteration i is ``warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma``. Let n be
     `warmup_num_steps`. During the warm-up (``i < n``), gamma is ``log(i + 1) / log(n)`` for the
-    type "log" and ``i / n`` for the type "linear". After the warm-up, gamma is 1. If n is 0, there
-    is no warm-up. If n is 1, the value 2 is used instead, as in DeepSpeed.
+    type "log" and ``i / n`` for the type "linear". Before iteration 0 of a warm-up, gamma is 0.
+    After the warm-up, gamma is 1. If n is 0, there is no warm-up. A positive n below 2 is replaced
+    by 2, as in DeepSpeed.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one rate per group.
-        warmup_max_lr: The rate after the warm-up, in the same form. None means the rate that each
-            group has when the schedule is created.
-        warmup_num_steps: The number of iterations of the warm-up.
-        warmup_type: "log" or "linear". Any other value is replaced by "log" with a warning.
-        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one rate per group
+            (default 0).
+        warmup_max_lr: The rate after the warm-up, in the same form. None (default) means the rate
+            that each group has when the schedule is created.
+        warmup_num_steps: The number of iterations of the warm-up, which may be a fraction (default
+            1000).
+        warmup_type: "log" (default) or "linear". Any other value is replaced by "log" with a
+            warning.
+        last_batch_iteration: The iteration after which the schedule starts; -1 (default) for a new
+            run.
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A setting is invalid.
+        ConfigError: A number of iterations is out of range, or a list does not have one value per
+            parameter group.
+        TypeError: A setting is unknown, or a required setting is missing.
     """
 
     Settings: ClassVar[type[Any]] = WarmupSettings
@@ -362,23 +376,31 @@ class WarmupDecayLR(WarmupLR):
 
     The rate of iteration i is ``warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma``. Let n be
     `warmup_num_steps` and N be `total_num_steps`. During the warm-up (``i < n``), gamma is ``log(i
-    + 1) / log(n)`` for the type "log" and ``i / n`` for "linear". After the warm-up, gamma is
-    ``max(0, (N - i) / max(1, N - n))``. If n is 0, there is no warm-up. If n is 1, the value 2 is
-    used instead, as in DeepSpeed.
+    + 1) / log(n)`` for the type "log" and ``i / n`` for "linear". Before iteration 0 of a warm-up,
+    gamma is 0. After the warm-up, gamma is ``max(0, (N - i) / max(1, N - n))``. If n is 0, there is
+    no warm-up. A positive n below 2 is replaced by 2, as in DeepSpeed. If N is less than n, the
+    constructor logs a message.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        total_num_steps: The iteration at which the rate has returned to `warmup_min_lr`.
-        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one rate per group.
-        warmup_max_lr: The rate after the warm-up, in the same form. None means the rate that each
-            group has when the schedule is created.
-        warmup_num_steps: The number of iterations of the warm-up.
-        warmup_type: "log" or "linear". Any other value is replaced by "log" with a warning.
-        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+        total_num_steps: The iteration at which the rate has returned to `warmup_min_lr`, which is
+            at least 1 and may be a fraction.
+        warmup_min_lr: The rate at iteration 0, for all groups or as a list with one rate per group
+            (default 0).
+        warmup_max_lr: The rate after the warm-up, in the same form (default 0.001). None means the
+            rate that each group has when the schedule is created.
+        warmup_num_steps: The number of iterations of the warm-up, which may be a fraction (default
+            1000).
+        warmup_type: "log" (default) or "linear". Any other value is replaced by "log" with a
+            warning.
+        last_batch_iteration: The iteration after which the schedule starts; -1 (default) for a new
+            run.
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A setting is invalid.
+        ConfigError: A number of iterations is out of range, or a list does not have one value per
+            parameter group.
+        TypeError: A setting is unknown, or a required setting is missing.
     """
 
     Settings = WarmupDecaySettings
@@ -402,22 +424,27 @@ class WarmupCosineLR(LRSchedule):
     During the warm-up (``i < n``), the ratio is ``warmup_min_ratio + (1 - warmup_min_ratio) *
     gamma``, where gamma is ``log(i + 1) / log(n)`` for the type "log" and ``i / n`` for "linear".
     After the warm-up, the ratio is ``cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * p)) / 2``,
-    where p is ``min(1, (i - n + 1) / max(1, N - n))``. If n is 0, there is no warm-up. If n is 1,
-    the value 2 is used instead, as in DeepSpeed. Before iteration 0 of a warm-up the ratio is 0,
-    also as in DeepSpeed.
+    where p is ``min(1, (i - n + 1) / max(1, N - n))``. If n is 0, there is no warm-up. A positive n
+    below 2 is replaced by 2, as in DeepSpeed. Before iteration 0 of a warm-up the ratio is 0, also
+    as in DeepSpeed. If N is less than n, the constructor logs a message.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        total_num_steps: The iteration at which the cosine ends.
-        warmup_min_ratio: The ratio at iteration 0.
-        warmup_num_steps: The number of iterations of the warm-up.
-        cos_min_ratio: The ratio at the end of the cosine.
-        warmup_type: "log" or "linear". Any other value is replaced by "log" with a warning.
-        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+        total_num_steps: The number of iterations N, which is at least 1 and may be a fraction. The
+            cosine ends at iteration ``N - 1``.
+        warmup_min_ratio: The ratio at iteration 0 (default 0).
+        warmup_num_steps: The number of iterations of the warm-up, which may be a fraction (default
+            1000).
+        cos_min_ratio: The ratio at the end of the cosine (default 0.0001).
+        warmup_type: "log" (default) or "linear". Any other value is replaced by "log" with a
+            warning.
+        last_batch_iteration: The iteration after which the schedule starts; -1 (default) for a new
+            run.
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A setting is invalid.
+        ConfigError: A number of iterations is out of range.
+        TypeError: A setting is unknown, or a required setting is missing.
     """
 
     Settings = WarmupCosineSettings
@@ -459,16 +486,21 @@ class LRRangeTest(LRSchedule):
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
-        lr_range_test_min_lr: The first rate, for all groups or as a list with one rate per group.
-        lr_range_test_step_size: The number of iterations of an interval.
-        lr_range_test_step_rate: The increase per interval, as a multiple of the first rate.
+        lr_range_test_min_lr: The first rate, for all groups or as a list with one rate per group
+            (default 0.001).
+        lr_range_test_step_size: The number of iterations of an interval (default 2000).
+        lr_range_test_step_rate: The increase per interval, as a multiple of the first rate (default
+            1).
         lr_range_test_staircase: Whether to increase the rate once per interval instead of in every
-            iteration.
-        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+            iteration (default false).
+        last_batch_iteration: The iteration after which the schedule starts; -1 (default) for a new
+            run.
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A setting is invalid.
+        ConfigError: A number of iterations is out of range, or a list does not have one value per
+            parameter group.
+        TypeError: A setting is unknown, or a required setting is missing.
     """
 
     Settings = LRRangeTestSettings
@@ -505,31 +537,37 @@ class OneCycle(LRSchedule):
 
     With `cycle_momentum`, beta1 is ``cycle_max_mom - (cycle_max_mom - cycle_min_mom) * s`` during
     the cycle and ``cycle_max_mom * (1 + decay_mom_rate * t)`` after it. beta2 is 0.99, as in
-    DeepSpeed. The first optimizer step of a new run uses `cycle_min_mom` as beta1, also as in
-    DeepSpeed. `cycle_momentum` has no effect unless every parameter group has `betas`.
+    DeepSpeed. The schedule writes both into the `betas` of every parameter group. The first
+    optimizer step of a new run uses `cycle_min_mom` as beta1, also as in DeepSpeed.
+    `cycle_momentum` has no effect unless every parameter group has `betas`.
 
     Args:
         optimizer: The optimizer, or an object with `param_groups`.
         cycle_min_lr: The rate at both ends of the cycle, for all groups or as a list with one rate
             per group.
         cycle_max_lr: The rate at the peak of the cycle, in the same form.
-        decay_lr_rate: The decay of the rate per `decay_step_size` iterations.
-        cycle_first_step_size: The number of iterations of the rising part.
-        cycle_second_step_size: The number of iterations of the falling part. None means as many as
-            in the rising part.
-        cycle_first_stair_count: The number of stairs of the rising part; 0 for none.
-        cycle_second_stair_count: The number of stairs of the falling part. None means as many as in
-            the rising part.
-        decay_step_size: The number of iterations of a decay interval; 0 for no decay.
-        cycle_momentum: Whether to change the momentum too, in the opposite direction of the rate.
-        cycle_min_mom: The momentum at the peak of the cycle.
-        cycle_max_mom: The momentum at both ends of the cycle.
-        decay_mom_rate: The change of the momentum per decay interval.
-        last_batch_iteration: The iteration after which the schedule starts; -1 for a new run.
+        decay_lr_rate: The factor of t in the decay of the rate (default 0).
+        cycle_first_step_size: The number of iterations of the rising part (default 2000).
+        cycle_second_step_size: The number of iterations of the falling part. None (default) means
+            as many as in the rising part.
+        cycle_first_stair_count: The number of stairs of the rising part; 0 (default) for none.
+        cycle_second_stair_count: The number of stairs of the falling part. None (default) means as
+            many as in the rising part.
+        decay_step_size: The number of iterations of a decay interval; 0 (default) for no decay.
+        cycle_momentum: Whether to change the momentum too, in the opposite direction of the rate
+            (default true).
+        cycle_min_mom: The momentum at the peak of the cycle, in the form of `cycle_min_lr` (default
+            0.8).
+        cycle_max_mom: The momentum at both ends of the cycle, in the same form (default 0.9).
+        decay_mom_rate: The factor of t in the change of the momentum after the cycle (default 0).
+        last_batch_iteration: The iteration after which the schedule starts; -1 (default) for a new
+            run.
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A setting is invalid.
+        ConfigError: A number of iterations is out of range, or a list does not have one value per
+            parameter group.
+        TypeError: A setting is unknown, or a required setting is missing.
     """
 
     Settings = OneCycleSettings
@@ -679,7 +717,9 @@ def resolve_schedule(
     """Build the schedule that a configuration names.
 
     The name is that of a schedule of DeepSpeed or of a class of `torch.optim.lr_scheduler`. The
-    classes of PyTorch require a `torch.optim.Optimizer`.
+    classes of PyTorch require a `torch.optim.Optimizer`. To check the parameters, the function
+    first runs three steps of the schedule over another optimizer with copies of the parameter
+    groups.
 
     Args:
         name: The name of the schedule, for example "WarmupLR". Case is ignored.
@@ -690,8 +730,9 @@ def resolve_schedule(
         The schedule. It has already written the rates of the first step into the optimizer.
 
     Raises:
-        ConfigError: The name is unknown, or the parameters are invalid.
-        UsageError: The optimizer has no parameter groups.
+        ConfigError: The name is unknown, the class does not accept the parameters or the optimizer,
+            or it cannot compute learning rates from them.
+        UsageError: The list `param_groups` of the optimizer is empty.
     """
     choices: dict[str, type[Any]] = {**_TORCH_SCHEDULES, **SCHEDULES}
     by_case = {choice.lower(): cls for choice, cls in choices.items()}

@@ -123,11 +123,13 @@ class Muon(Optimizer):
     Args:
         params: Parameters or parameter groups.
         lr: The learning rate of all groups that specify none. None means 0.02 for Muon and 0.0003
-            for AdamW.
+            for AdamW. The settings `muon_lr` and `adam_lr` take precedence.
         settings: The other fields of `MuonSettings`, as keyword arguments.
 
     Raises:
-        ConfigError: A value is out of range.
+        ConfigError: A value is out of range, or a group with ``use_muon=True`` has a parameter with
+            fewer than two dimensions.
+        TypeError: `MuonSettings` has no field of the name of a keyword argument.
     """
 
     granularity: ClassVar[Literal["tensor"]] = "tensor"
@@ -161,11 +163,11 @@ class Muon(Optimizer):
 
         Args:
             model: The model. Muon updates its hidden matrices. AdamW updates embeddings, heads and
-                vectors.
+                vectors, as `divide_groups` recognizes them.
 
         Returns:
-            Two parameter groups, each with the key `use_muon`. A group without parameters is
-            omitted.
+            Two parameter groups, Muon's first, each with the key `use_muon`. A group without
+            parameters is omitted.
         """
         return Muon.divide_groups(
             model, [{"params": [p for p in model.parameters() if p.requires_grad]}]
@@ -181,10 +183,12 @@ class Muon(Optimizer):
 
         Args:
             model: The model to which the parameters belong.
-            groups: The parameter groups. Groups with the key `use_muon` are not divided.
+            groups: The parameter groups. Groups with the key `use_muon` are not divided. The
+                `params` of other groups must be iterables of tensors or of (name, tensor) pairs.
 
         Returns:
-            The new parameter groups, each with the key `use_muon`.
+            The new parameter groups, each with the key `use_muon`. Divided groups without parameters
+            are omitted. The given groups are not changed.
         """
         tables = {
             id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
@@ -206,13 +210,17 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a parameter group.
 
-        A group without the key `use_muon` is divided into a group for Muon and a group for AdamW.
+        A group without the key `use_muon` is divided into two. Muon updates its parameters with two
+        or more dimensions, and AdamW updates the others. Embeddings and heads are not recognized.
 
         Args:
-            param_group: The parameters and the options of the group.
+            param_group: The parameters and the options of the group. Options that it does not have
+                get the values of the optimizer's settings.
 
         Raises:
-            ConfigError: A group for Muon has a parameter with fewer than two dimensions.
+            ConfigError: A group with ``use_muon=True`` has a parameter with fewer than two
+                dimensions.
+            ValueError: The optimizer already has one of the parameters.
         """
         given = param_group["params"]
         members = [given] if isinstance(given, Tensor) else list(given)

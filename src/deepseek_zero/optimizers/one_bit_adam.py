@@ -34,13 +34,13 @@ from .common import Closure, adam_state, evaluated
 class OneBitAdam(AdamW):
     """1-bit Adam: AdamW whose second moment is constant after `freeze_step` steps.
 
-    After these steps, ranks exchange the signs of their momenta instead of reducing gradients. An
-    element whose second moment is 0 is then changed only by weight decay.
+    After these steps, the ranks of an engine exchange the signs of their momenta instead of
+    reducing gradients. An element whose second moment is 0 is then changed only by weight decay.
 
     Args:
         params: Parameters or parameter groups.
         lr: The learning rate of all groups that specify none.
-        freeze_step: Number of steps with the AdamW update, after which the second moment is
+        freeze_step: The number of steps with the AdamW update, after which the second moment is
             constant.
         betas: The decay rates of the moments.
         eps: Added to the square root of the second moment.
@@ -48,7 +48,8 @@ class OneBitAdam(AdamW):
 
     Attributes:
         takes_momenta: Whether `.grad` of the parameters holds the exchanged momentum instead of the
-            gradient. The exchange sets it to True when it starts.
+            gradient. An engine sets it to True when the exchange starts, and to False when the
+            exchange ends.
 
     Raises:
         ConfigError: `freeze_step` is less than 1.
