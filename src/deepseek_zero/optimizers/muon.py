@@ -187,8 +187,8 @@ class Muon(Optimizer):
                 `params` of other groups must be iterables of tensors or of (name, tensor) pairs.
 
         Returns:
-            The new parameter groups, each with the key `use_muon`. Divided groups without parameters
-            are omitted. The given groups are not changed.
+            The new parameter groups, each with the key `use_muon`. A divided group with parameters
+            of one kind only becomes one new group. The given groups are not changed.
         """
         tables = {
             id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
