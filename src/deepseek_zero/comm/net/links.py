@@ -68,7 +68,8 @@ class Links:
     """Serves the connections of this process to the ranks on other hosts, in a thread.
 
     A `Link` holds the messages and the connection between this rank and one other rank. All groups
-    of the process use the same `Links` object, in which every rank is a world rank.
+    of the process use the same `Links` object, in which every rank is a world rank. The constructor
+    opens no connection; `connect` does.
 
     Args:
         rank: The world rank of this process.
@@ -110,8 +111,8 @@ class Links:
     def connect(self) -> str:
         """Connect to all ranks on other hosts, and start the thread.
 
-        The method waits at most `CONNECT_SECONDS` for the connections. The thread continues to look
-        for a missing one afterwards. Call this method once.
+        The method waits at most `CONNECT_SECONDS` (30 seconds) for the connections. It must not be
+        called a second time.
 
         Returns:
             A text that names the ranks to which there is no connection and the reasons, or "" if
@@ -193,7 +194,7 @@ class Links:
         """Close all connections, and then the listener.
 
         Before it closes the connections, the method waits until the other ranks have received all
-        messages, and then until the thread has ended. Each wait takes at most `FAREWELL_SECONDS`.
+        messages, and then until the thread has ended. Each wait takes at most 1 second.
         """
         self.hang_up()
         self.listener.close()
@@ -201,8 +202,8 @@ class Links:
     def hang_up(self) -> None:
         """Close all connections after the other ranks have received all messages.
 
-        The method waits at most `FAREWELL_SECONDS` for the other ranks, and then at most as long
-        for the thread to end. It closes the connections in any case. A second call has no effect.
+        The method waits at most 1 second for the other ranks, and then at most 1 second for the
+        thread to end. It closes the connections in any case. A second call has no effect.
         """
         with self._changed:
             if self.is_closing:

@@ -59,16 +59,19 @@ def __getattr__(name: str) -> Any:
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
     """Configure activation checkpointing for the whole process.
 
-    This function checks the arguments and then calls `deepseek_zero.checkpointing.configure`.
+    This function calls `deepseek_zero.checkpointing.configure`, after one more check of its
+    arguments.
 
     Args:
         mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
             this rank's tensor-parallel index from it.
-        deepspeed_config: Configuration with an `activation_checkpointing` section.
+        deepspeed_config: A configuration, of which only the section `activation_checkpointing` is
+            used. With None, the current settings are changed.
         **words: DeepSpeed's keyword arguments, which override the configuration.
 
     Raises:
         ConfigError: `deepspeed_config` is invalid.
+        NotBuiltError: The only problems of `deepspeed_config` are keys that are not implemented.
         StorageError: The directory for offloaded inputs cannot be used.
         UsageError: An argument is unknown or invalid. As in DeepSpeed, `contiguous_checkpointing`
             also requires `num_checkpoints` or `deepspeed_config`.

@@ -19,6 +19,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
     Returns:
         The parser that was passed.
+
+    Raises:
+        argparse.ArgumentError: The parser already has one of these options.
     """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument(

@@ -107,6 +107,10 @@ def initialize_mesh_device(
     Returns:
         The device mesh, which has a process group for each of its dimensions.
 
+    Raises:
+        RuntimeError: The mesh has more ranks than the process group, or the two arguments have
+            different lengths.
+
     Note:
         Collective: every rank must call it.
     """
@@ -183,7 +187,10 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
         group_rank: Rank in the group.
 
     Returns:
-        The rank in the group of all ranks.
+        The rank in the group of all ranks; `group_rank` itself, unchecked, if `group` is None.
+
+    Raises:
+        ValueError: `group_rank` is not in `group`, or `group` is not a process group.
     """
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 
@@ -196,8 +203,8 @@ def get_world_group() -> Any:
 def get_all_ranks_from_group(group: Any = None) -> Sequence[int]:
     """Return the world ranks of the members of a process group.
 
-    The default is the group of all ranks. If torch.distributed is not initialized, the result is
-    ``[0]``.
+    If `group` is None, it is the group of all ranks. If torch.distributed is not initialized, the
+    result is ``[0]``.
     """
     return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
@@ -213,18 +220,19 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Configure which calls of this module are logged.
+    """Configure which calls of this module the communication logger records.
 
     Arguments other than `deepspeed_config` override the configuration. An argument that is None
-    keeps the current value.
+    keeps the current value. At first, nothing is recorded.
 
     Args:
         deepspeed_config: A DeepSpeedConfig. Its section `comms_logger` is used if that section is
             enabled.
-        enabled: Whether calls are logged.
-        prof_all: Whether all operations are logged.
-        prof_ops: Names of the operations to log if `prof_all` is false.
-        verbose: Whether each call is printed.
+        enabled: Whether calls are recorded, with their sizes and times. The device is synchronized
+            before and after each recorded call.
+        prof_all: Whether all operations are recorded.
+        prof_ops: Names of the operations to record if `prof_all` is false.
+        verbose: Whether rank 0 also writes a line to the library's log for each call.
         debug: Accepted and stored; it has no effect.
     """
     stated = {
@@ -249,16 +257,17 @@ def _comms_logger() -> Any:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Print the number, sizes, times and bandwidths of the logged calls on rank 0.
+    """Log a summary of the recorded calls on rank 0: number, sizes, times and bandwidths.
 
     Args:
-        show_straggler: Whether to include the time that ranks have waited for slower ranks. All
-            ranks must have logged the same calls.
-        return_dict: Whether to return the summary as a dictionary.
+        show_straggler: Whether to include the time that this rank has waited for slower ranks. All
+            ranks must have recorded the same calls.
+        return_dict: Whether to return the summary of this rank as a dictionary, on every rank.
 
     Returns:
         If `return_dict` is true, a dictionary with the keys "summary", "straggler_analysis" and
-        "metadata", else None.
+        "metadata", else None. "straggler_analysis" is None if `show_straggler` is false. Times are
+        in milliseconds, and bandwidths in Gbit/s.
 
     Note:
         Collective if a process group is initialized: every rank must call it.
@@ -271,7 +280,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def reset_log() -> None:
-    """Delete the records of all logged calls."""
+    """Delete all records of the communication logger."""
     _comms_logger().reset_data()
 
 
@@ -281,12 +290,12 @@ def has_comm_data() -> bool:
 
 
 def get_comm_operation_count() -> int:
-    """Return the number of communication calls that the logger has recorded."""
+    """Return the number of calls that the communication logger has recorded."""
     return int(_comms_logger().get_total_operations())
 
 
 def get_logged_comm_ops() -> list[str]:
-    """Return the names of the operations that the logger has recorded."""
+    """Return the names of the operations that the communication logger has recorded."""
     return list(_comms_logger().get_operation_names())
 
 

@@ -37,8 +37,9 @@ CLIENTS = (
 def install_as_deepspeed() -> Path:
     """Make `import deepspeed` import this library in this process and its child processes.
 
-    Call this function before accelerate, transformers, lightning or trl is imported. It does not
-    change an installed DeepSpeed. A second call has no effect.
+    Call this function before accelerate, transformers, lightning or trl is imported. It puts the
+    directory of the drop-in first on `sys.path` and on `PYTHONPATH`. It does not change an
+    installed DeepSpeed. A second call has no effect.
 
     Returns:
         The directory of the drop-in.

@@ -537,9 +537,9 @@ class DeepSpeedEngine(ZeroEngine):
         Without a `data_sampler`, the loader shuffles the samples for the route "train", and keeps
         their order for "eval" and "predict". It does not shuffle an IterableDataset. As in
         DeepSpeed, samples are distributed to ranks round-robin, and every rank gets the same number
-        of samples. The number of samples in an epoch therefore depends on the
-        number of ranks. This is not the case for the loader that `initialize` returns. A configured
-        curriculum selects the samples of the route "train".
+        of samples. The number of samples in an epoch therefore depends on the number of ranks. This
+        is not the case for the loader that `initialize` returns. A configured curriculum selects
+        the samples of the route "train", and `data_sampler` is then ignored.
 
         Args:
             dataset: Dataset from which the loader reads this rank's samples.
@@ -554,7 +554,8 @@ class DeepSpeedEngine(ZeroEngine):
             The loader, which yields one micro-batch at a time.
 
         Raises:
-            UsageError: The ranks of a pipeline need different samples.
+            UsageError: The ranks of a pipeline need different samples (`pipeline.rows` is "own"),
+                or a curriculum is configured and `dataset` is an IterableDataset.
         """
         if num_local_io_workers:
             log_once(
@@ -607,7 +608,7 @@ class DeepSpeedEngine(ZeroEngine):
 
         Args:
             schedule_func_dict: A dict from the name of a metric to a function, which maps the
-                number of a step to a difficulty.
+                number of a step to a difficulty. Names of unknown metrics are ignored.
         """
         if self.curriculum_learning_enabled() and self.training_dataloader is not None:
             self.training_dataloader.data_sampler.set_custom_curriculum_learning_schedule(
@@ -620,12 +621,14 @@ class DeepSpeedEngine(ZeroEngine):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Context manager for several backward passes of one step.
 
-        Call `step` after the block. DeepSpeed reduces the gradients once, after the last backward
-        pass. This library reduces sharded gradients in each backward pass, with the same result.
+        Call `step` after the block, because it raises UsageError inside. DeepSpeed reduces the
+        gradients once, after the last backward pass. This library reduces sharded gradients in each
+        backward pass, with the same result.
 
         Raises:
             NotBuiltError: The stage is 0, or the engine has pipeline parallelism.
-            UsageError: The configuration key `managed_gradient_accumulation` is false.
+            UsageError: The configuration key `managed_gradient_accumulation` is false, or the block
+                is inside another one or inside `no_sync`.
         """
         if self.runtime.settings.stage == 0 or self.pipeline_parallelism:
             what = "pipeline parallelism" if self.pipeline_parallelism else "stage 0"
@@ -703,6 +706,7 @@ class DeepSpeedEngine(ZeroEngine):
         Raises:
             UsageError: The engine has no optimizer, in a program that has imported `deepspeed`. It
                 is also raised, here or by `step`, if no rank's loss requires a gradient.
+            PeerError: Another rank failed.
 
         Note:
             Collective: every rank must call it once per micro-batch.
@@ -752,9 +756,10 @@ class DeepSpeedEngine(ZeroEngine):
         return [leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves]
 
     def destroy(self) -> None:
-        """Remove all hooks from the model, undo `compile` and free the engine's memory.
+        """Remove all hooks from the model, undo `compile` and close the records.
 
-        Offloaded states are restored first. A second call has no effect.
+        Offloaded states are restored first. Rank 0 logs the time of each part of its steps, unless
+        `steps_per_print` is off. A second call has no effect.
 
         Note:
             Collective if a checkpoint is being written, because that is completed first.

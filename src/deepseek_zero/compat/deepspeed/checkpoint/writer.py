@@ -240,9 +240,10 @@ def convert_to_deepspeed(
 
     Args:
         path: The checkpoint, or the directory of checkpoints.
-        out: Folder to write.
-        tag: Name of the checkpoint in `path`; None for the latest.
-        stage: ZeRO stage with which DeepSpeed will run; None for the stage of the checkpoint.
+        out: Folder to write. Other files in an existing folder are kept.
+        tag: Name of the checkpoint in `path`; None for the one that the file `latest` names.
+        stage: ZeRO stage with which DeepSpeed will run, from 0 to 3; None for the stage of the
+            checkpoint.
         ranks: Number of ranks with which DeepSpeed will run; None for the number of ranks that
             saved the checkpoint.
 
