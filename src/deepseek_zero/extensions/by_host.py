@@ -100,7 +100,7 @@ class TwoHopBuffers(MessageBuffers):
 
 
 class TwoHops(Route):
-    """Runs reductions and all-gathers in two hops: within each host, and between hosts.
+    """Runs reductions and all-gathers in two hops: within and between hosts.
 
     A reduction sums gradients within each host before it sums them over the hosts. An all-gather
     runs the two hops in the opposite order. Between hosts, only ranks with the same local rank

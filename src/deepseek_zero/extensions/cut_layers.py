@@ -97,11 +97,12 @@ class CutChoice:
 def choose_cuts(
     model: nn.Module, limit: int, dtype_of: Callable[[torch.dtype], torch.dtype]
 ) -> CutChoice:
-    """Choose which large weights are cut into tiles of rows, without changing the model.
+    """Choose which large weights are cut into tiles of rows.
 
-    Only weights of nn.Linear and nn.Embedding are cut. Subclasses of these layers, and layers with
-    a replaced `forward`, are not cut. The choice depends neither on ranks nor on the ZeRO stage, so
-    all runs of a model with the same limit and dtypes have the same tiles.
+    The model is not changed. Only weights of nn.Linear and nn.Embedding are cut. Subclasses of
+    these layers, and layers with a replaced `forward`, are not cut. The choice depends neither on
+    ranks nor on the ZeRO stage, so all runs of a model with the same limit and dtypes have the same
+    tiles.
 
     Args:
         model: The model whose layers are examined.

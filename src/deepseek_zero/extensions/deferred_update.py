@@ -96,7 +96,7 @@ class DeferredUpdate(UpdatePolicy):
             pass
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Run deferred updates, in their order, until those of one parameter group have run.
+        """Run deferred updates in order until those of one parameter group have run.
 
         Updates of other groups that precede them run too. No update runs if the group has none.
 

@@ -31,7 +31,7 @@ _TILE_NUMEL = 1 << 20  # Elements that are swapped at a time if the buffers cann
 
 
 class DelayedGradient(GradSum):
-    """Stores this rank's slice of one parameter group's gradient from the previous step.
+    """Stores this rank's slice of a group's gradient from the previous step.
 
     Attributes:
         gradient: The gradient of the current step of the same parameter group.
@@ -91,9 +91,10 @@ class DelayedGradient(GradSum):
             self.discard()
 
     def restore(self, *, is_full: bool) -> None:
-        """Record whether `buffer` holds a gradient, for example after a checkpoint was loaded.
+        """Record whether `buffer` holds the gradient of the previous step.
 
-        The values in `buffer` are not changed.
+        The values in `buffer` are not changed. A checkpoint load calls the method after it has
+        written them.
 
         Args:
             is_full: Whether the buffer holds the gradient of the previous step.
@@ -142,7 +143,7 @@ def delayed_gradient(group: ParamGroup) -> DelayedGradient:
 
 @dataclass(eq=False)
 class DelayedUpdate(UpdatePolicy):
-    """An update policy that applies each gradient one step late (delayed parameter update).
+    """An update policy that applies each gradient one step late.
 
     The first `after` updates of a run are not delayed. After them, a step stores its gradients, the
     factor by which they are multiplied (clipping and loss scale), and the hyper-parameters. The
@@ -206,7 +207,7 @@ class DelayedUpdate(UpdatePolicy):
         return self.deferred
 
     def keep(self, made: Decision | None) -> None:
-        """Exchange this step's gradients with the stored ones, and store this step's factor.
+        """Exchange this step's gradients with the stored ones, and store the factor.
 
         This step then applies the gradients that were stored before. The next step applies those
         that are stored now, with the hyper-parameters that `due` copied in this step. The call has
@@ -231,7 +232,7 @@ class DelayedUpdate(UpdatePolicy):
             delayed_gradient(group).discard()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the factor and the hyper-parameters of the stored gradients, for a checkpoint.
+        """Return the decision by which the stored gradients are applied.
 
         The gradients themselves are saved by `checkpoint/state.py`.
 
@@ -249,7 +250,7 @@ class DelayedUpdate(UpdatePolicy):
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore the factor and hyper-parameters with which stored gradients are applied.
+        """Restore the decision by which the stored gradients are applied.
 
         The call also marks the buffers of the stored gradients as full or empty. It does not load
         gradients, which must have been loaded before.

@@ -125,7 +125,7 @@ class ReplicatedErrorFeedback(ErrorFeedback, SumOverReplicas):
 
 
 class ErrorFeedbackSteps(UpdatePolicy):
-    """An update policy that keeps the compression errors of error feedback valid between steps.
+    """An update policy that keeps compression errors valid between steps.
 
     Errors are set to zero after a skipped step, and after every `feedback.reset_every` updates. If
     the loss scale changes, errors are multiplied by the same factor, because they are errors of
@@ -147,9 +147,11 @@ class ErrorFeedbackSteps(UpdatePolicy):
         self._updater = optimizer.updater
 
     def after_step(self, result: StepResult, rescale: float) -> None:
-        """Set the errors to zero after a skipped step or a reset interval, and rescale them.
+        """Reset the errors if necessary, and rescale them to a new loss scale.
 
-        Every rank must call it with the same arguments, although it does not communicate.
+        The errors are set to zero after a skipped step, and after every `feedback.reset_every`
+        updates. Every rank must call the method with the same arguments, although it does not
+        communicate.
 
         Args:
             result: The result of the step, including whether the step was skipped.

@@ -49,9 +49,10 @@ class MomentumSteps(UpdatePolicy):
         self._own_states: dict[int, Mapping[str, Tensor]] = {}
 
     def attach(self, optimizer: Stepping) -> None:
-        """Store the optimizer, and check that the run's settings support the exchange of momenta.
+        """Store the optimizer, and check the settings of the run.
 
-        The policy keeps only a weak reference to the optimizer.
+        The check finds settings that do not support the exchange of momenta. The policy keeps only
+        a weak reference to the optimizer.
 
         Args:
             optimizer: The sharded optimizer to which the policy belongs.
@@ -147,9 +148,9 @@ class MomentumSteps(UpdatePolicy):
         self._follow(is_forced=False)
 
     def restore_own_states(self, group: ParamGroup, saved: Mapping[str, Tensor]) -> None:
-        """Store the buffers of one group's exchange of momenta until all states are loaded.
+        """Store the buffers of a group's exchange until all states are loaded.
 
-        If the exchange starts after loading, it uses the stored buffers. Otherwise they are
+        If the exchange of momenta starts after loading, it uses the buffers. Otherwise they are
         discarded.
 
         Args:

@@ -258,10 +258,11 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace the fp32 main weight of a parameter, and the weight that the forward uses.
+    """Replace the main weight and the weight of a parameter.
 
-    Each rank copies its part of `value`; nothing is communicated. Pending updates run first. A
-    frozen parameter has no main weight, so only its weight is replaced.
+    The weight that the forward uses gets `value` in its own dtype. Each rank copies its part of
+    `value`; nothing is communicated. Pending updates run first. A frozen parameter has no main
+    weight, so only its weight is replaced.
 
     Args:
         param: A parameter of a wrapped model.

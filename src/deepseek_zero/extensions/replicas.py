@@ -24,7 +24,7 @@ from ..sharding.param_group import ParamGroup
 
 
 class SumOverReplicas(GradReduction):
-    """A gradient reduction in two phases: within each replica (as in HSDP), then over replicas.
+    """A gradient reduction within each replica (as in HSDP), then over replicas.
 
     Every backward that reduces gradients sums them within the replica. The sums of the replicas are
     added up once per step.

@@ -17,9 +17,10 @@ from ..sharding.weight_gather import WeightGather
 
 
 class SecondaryCopy(WeightGather):
-    """All-gathers a weight from a second copy that is sharded over fewer ranks (hpZ of ZeRO++).
+    """All-gathers a weight from a second copy over fewer ranks (hpZ of ZeRO++).
 
-    The first gather, and the first one after each change of the weight, uses all ranks of the shard
+    The second copy is sharded over fewer ranks than the weight, usually those of one host. The
+    first gather, and the first one after each change of the weight, uses all ranks of the shard
     group and fills the second copy. Other gathers read the second copy.
 
     Attributes:

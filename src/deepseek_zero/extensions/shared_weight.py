@@ -12,7 +12,7 @@ from ..tiers.tier import Tier
 
 
 class SharedWeight(WeightGather):
-    """Gathers a weight without copies, from memory that all ranks of its shard group map.
+    """Gathers a weight without copies, from memory that its ranks share.
 
     All these ranks are on one host.
 
@@ -47,7 +47,7 @@ class SharedWeight(WeightGather):
         self.memory.release()
 
     def gather(self, whole: FlatBuffer, what: str) -> Pending:
-        """Return a handle that waits until every rank has written its slice of the memory.
+        """Return a handle that waits until every rank has written its slice.
 
         The call issues a barrier. It issues none with one rank, or if a barrier for several gathers
         was issued before (`InPlaceGathers.begin`).

@@ -112,10 +112,10 @@ class SpeculativeUpdate(UpdatePolicy):
         self.log = UndoLog(optimizer.inner, optimizer.moments, optimizer.scratch)
 
     def tiles_changed(self, tiles: Tiles) -> None:
-        """Select the units that may be updated during backward, after the shards have changed.
+        """Select the units that may be updated during backward.
 
-        All units in `tiles.later` are selected except the root, because the gradient of the root is
-        reduced last.
+        The method is called after the shards have changed. All units in `tiles.later` are selected
+        except the root, because the gradient of the root is reduced last.
 
         Args:
             tiles: The new lists of shards that are updated together.
@@ -150,10 +150,11 @@ class SpeculativeUpdate(UpdatePolicy):
         return Decision(1.0 / scale, self.updater.updates + 1, hypers_of(self.updater.inner))
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update the units that have a complete gradient and a weight that is no longer in use.
+        """Update the reduced units whose weights are no longer in use.
 
         The call has no effect outside the last backward of a step. Only units in `chosen()` are
-        updated. A unit waits for the step if one of its parameters is frozen, if an update of an
+        updated. If backward may still read the weight of a unit in place, the unit is updated by a
+        later call. A unit waits for the step if one of its parameters is frozen, if an update of an
         earlier step is still deferred, or if a gradient of this step is not finite. The overwritten
         bytes are copied to the undo log.
 
@@ -251,9 +252,10 @@ class SpeculativeUpdate(UpdatePolicy):
         }
 
     def conclude(self, due: Decision | None) -> frozenset[int]:
-        """End the step: confirm the updates that ran during backward, or undo all of them.
+        """End the step: confirm or undo the updates that ran during backward.
 
-        The copies in the undo log are discarded.
+        Either all updates are confirmed, or all are undone. The copies in the undo log are then
+        discarded.
 
         Args:
             due: The factor of the gradients, the number of the update and the hyper-parameters of
@@ -303,7 +305,9 @@ class SpeculativeUpdate(UpdatePolicy):
     finish = flush
 
     def flush_group(self, group: ParamGroup) -> None:
-        """Undo all updates that ran during backward, before a program reads a state of one group.
+        """Undo all updates that ran during backward, because a state is read.
+
+        If none ran, the call has no effect.
 
         Args:
             group: The parameter group whose state is read. The updates of all groups are undone.
@@ -340,7 +344,7 @@ class SpeculativeUpdate(UpdatePolicy):
 
 
 def works_by_shard(cls: type[Optimizer]) -> bool:
-    """Return whether an optimizer's update of one shard can be undone without the other shards.
+    """Return whether the update of one shard can be undone without the others.
 
     The result is True only for the classes of PyTorch and of this library that `BY_SHARD` lists.
     Their update of a shard changes only the shard and its optimizer state.
@@ -353,7 +357,7 @@ def works_by_shard(cls: type[Optimizer]) -> bool:
 
 
 def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
-    """Create the error for an optimizer class whose updates cannot be undone shard by shard.
+    """Create the error for an optimizer that `works_by_shard` does not support.
 
     Args:
         cls: The class of the optimizer.

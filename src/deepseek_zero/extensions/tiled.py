@@ -114,14 +114,14 @@ class TiledLinear(nn.Module):
         ]
 
     def copy_params_from(self, other: nn.Module) -> None:
-        """Copy the weight and the bias of a linear layer of the same shape into the tiles.
+        """Copy the weight and the bias of a linear layer into the tiles.
 
-        If the tiles are sharded, call the method inside `GatheredParameters` with `modifier_rank`.
+        If the tiles are sharded, call this method inside `GatheredParameters` with `modifier_rank`.
         The values of that rank are kept.
 
         Args:
-            other: The linear layer from which the values are copied. Its parameters must not be
-                sharded.
+            other: The linear layer from which the values are copied, with the same number of
+                input and output features. Its parameters must not be sharded.
 
         Raises:
             UsageError: The shapes differ, or only one of the two layers has a bias.

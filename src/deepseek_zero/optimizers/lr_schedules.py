@@ -85,14 +85,17 @@ class LRSchedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at the current iteration.
+
+        The current iteration is `last_batch_iteration`. Nothing is written into the groups.
+        """
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rates that were last written, one per parameter group."""
         return list(self._last_lr)
 
     def step(self, iteration: int | None = None) -> None:
-        """Advance the schedule and write the new learning rates into the parameter groups.
+        """Advance the schedule and write the new learning rates into the groups.
 
         The next optimizer step uses these rates.
 
@@ -116,7 +119,7 @@ class LRSchedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore a saved iteration, and write its learning rates into the parameter groups.
+        """Restore a saved iteration, and write its learning rates into the groups.
 
         Args:
             state_dict: The result of `state_dict`.
@@ -362,7 +365,10 @@ class WarmupLR(LRSchedule):
         )
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at the current iteration.
+
+        The current iteration is `last_batch_iteration`. Nothing is written into the groups.
+        """
         rising = self.warmup.at(self.last_batch_iteration)
         gamma = self._after_warmup() if rising is None else rising
         return _between(self.min_lrs, self.max_lrs, gamma)
@@ -372,7 +378,7 @@ class WarmupLR(LRSchedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Increase the rate from a minimum to a maximum, then decay it linearly to the minimum.
+    """Increase the rate to a maximum, then decay it linearly to the minimum.
 
     The rate of iteration i is ``warmup_min_lr + (warmup_max_lr - warmup_min_lr) * gamma``. Let n be
     `warmup_num_steps` and N be `total_num_steps`. During the warm-up (``i < n``), gamma is ``log(i
@@ -456,7 +462,10 @@ class WarmupCosineLR(LRSchedule):
         self.org_lrs = self._own_rates()
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at the current iteration.
+
+        The current iteration is `last_batch_iteration`. Nothing is written into the groups.
+        """
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
@@ -478,7 +487,7 @@ class WarmupCosineLR(LRSchedule):
 
 
 class LRRangeTest(LRSchedule):
-    """Learning-rate range test (Smith 2015): increase the learning rate without an upper bound.
+    """Learning-rate range test (Smith 2015): increase the rate without a limit.
 
     The rate of iteration i is ``lr_range_test_min_lr * (1 + lr_range_test_step_rate * q)``, where q
     is ``(i + 1) / lr_range_test_step_size``. With `lr_range_test_staircase`, q is rounded down, so
@@ -510,7 +519,10 @@ class LRRangeTest(LRSchedule):
         self.step_size = _whole(self.settings, "lr_range_test_step_size", 1)
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at the current iteration.
+
+        The current iteration is `last_batch_iteration`. Nothing is written into the groups.
+        """
         interval = (self.last_batch_iteration + 1) / self.step_size
         if self.settings.lr_range_test_staircase:
             interval = math.floor(interval)
@@ -524,12 +536,12 @@ _CYCLE_BETA2 = 0.99
 
 
 class OneCycle(LRSchedule):
-    """Increase the rate to a maximum, decrease it to its first value, then decay it further.
+    """Increase the rate to a maximum, then decrease it and decay it further.
 
-    During the cycle the rate is ``cycle_min_lr + (cycle_max_lr - cycle_min_lr) * s``. The height s
-    rises from 0 to 1 over the first part of the cycle, and falls to 0 over the second part. In each
-    part, the height changes linearly. If a part has a number of stairs, the height changes in equal
-    stairs instead.
+    The cycle consists of the increase and of the decrease to the first rate. During the cycle the
+    rate is ``cycle_min_lr + (cycle_max_lr - cycle_min_lr) * s``. The height s rises from 0 to 1
+    over the first part of the cycle, and falls to 0 over the second part. In each part, the height
+    changes linearly. If a part has a number of stairs, the height changes in equal stairs instead.
 
     After the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * t)``, where t is the number of
     iterations since the end of the cycle divided by `decay_step_size`. If `decay_step_size` is 0, t
@@ -594,17 +606,21 @@ class OneCycle(LRSchedule):
         self.cycle_momentum = bool(chosen.cycle_momentum) and self._takes_momentum()
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group at iteration `last_batch_iteration`."""
+        """Return the learning rate of each parameter group at the current iteration.
+
+        The current iteration is `last_batch_iteration`. Nothing is written into the groups.
+        """
         if self._cycling():
             return _between(self.min_lrs, self.max_lrs, self._scale())
         factor = 1.0 + self.settings.decay_lr_rate * self._decay_intervals()
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the momentum of each parameter group at iteration `last_batch_iteration`.
+        """Return the momentum of each parameter group at the current iteration.
 
-        Before iteration 0 the result contains `cycle_max_mom`, although the first optimizer step of
-        a new run uses `cycle_min_mom`, as in DeepSpeed.
+        The current iteration is `last_batch_iteration`. Before iteration 0 the result contains
+        `cycle_max_mom`, although the first optimizer step of a new run uses `cycle_min_mom`, as in
+        DeepSpeed.
 
         Returns:
             A list with the pair (beta1, beta2) of each group. None if the schedule does not change

@@ -159,7 +159,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def parameter_groups(model: nn.Module) -> list[Group]:
-        """Return a model's trainable parameters as one group for Muon and one group for AdamW.
+        """Return a model's trainable parameters as groups for Muon and AdamW.
 
         Args:
             model: The model. Muon updates its hidden matrices. AdamW updates embeddings, heads and
@@ -175,7 +175,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def divide_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[Group]:
-        """Divide each group without the key `use_muon` into a group for Muon and one for AdamW.
+        """Divide groups without the key `use_muon` into groups for Muon and AdamW.
 
         Both new groups have the settings of the divided group. AdamW gets vectors, embeddings and
         heads. Embeddings are recognized by their module or name, and heads by their name. If a
