@@ -152,9 +152,10 @@ def mark_configured(model: nn.Module, section: Mapping[str, Any]) -> None:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the ZeRO-3 leaf modules of a model.
+    """Return the ZeRO-3 leaf modules of a model, in the order of `model.modules()`.
 
-    Each of these modules is gathered and released as one unit together with its submodules.
+    Each of these modules is gathered and released as one unit together with its submodules. The
+    list is empty if there are none.
     """
     return [module for module in model.modules() if z3_leaf_module(module)]
 

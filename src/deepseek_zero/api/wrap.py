@@ -292,7 +292,11 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return the optimizer state of each tensor in `param_groups`."""
+        """Return the optimizer state of each tensor in `param_groups`.
+
+        If a model has been wrapped, moments that are stored in other memory or in fewer bits are
+        replaced by placeholders. `state_dict` returns their values.
+        """
         return self.client.state
 
     @property

@@ -349,9 +349,9 @@ def ranks_of_this_host() -> int:
 def local_rank() -> int:
     """Return this rank's index among the ranks of its host.
 
-    If the launcher sets this index, its value is returned. Otherwise the index is computed from the
-    host names of all ranks after the first engine has been created. Before that, the rank itself is
-    returned.
+    If the launcher of this process sets the index, its value is returned. Otherwise the index is
+    computed from the host names of all ranks as soon as the first engine has been created. Before
+    that, the rank itself is returned.
     """
     connected = _connected()
     if connected is None or world.stated_local_rank() is not None:

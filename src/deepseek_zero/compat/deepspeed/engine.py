@@ -756,7 +756,7 @@ class DeepSpeedEngine(ZeroEngine):
         return [leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves]
 
     def destroy(self) -> None:
-        """Remove all hooks from the model, undo `compile` and close the records.
+        """Remove all hooks from the model, undo `compile` and close its monitors.
 
         Offloaded states are restored first. Rank 0 logs the time of each part of its steps, unless
         `steps_per_print` is off. A second call has no effect.
