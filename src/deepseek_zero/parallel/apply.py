@@ -40,9 +40,16 @@ def parallelize(
 ) -> dict[str, Split]:
     """Split a whole model over the tensor-parallel ranks, in place.
 
-    All ranks receive the first rank's parameter values. Afterwards, each weight of a split layer
-    contains only this rank's shard. The first forward raises BatchMismatchError if its inputs
-    differ between the ranks. It also checks the modules that `prove` could not run.
+    All ranks receive the first rank's parameter values, except for parameters that were split
+    before. Afterwards, each weight of a split layer contains only this rank's shard, and each
+    attention counts only this rank's heads. The forward and backward of the model are collective.
+    If `ParallelSettings.loss` is "split" and the model supports it, the model's loss function is
+    replaced.
+
+    Hooks are registered on the model. Before each forward, they set torch's random generators to
+    the first rank's state if the states differ. The first forward raises BatchMismatchError if the
+    tensors in its inputs differ between the ranks. It also checks the modules that `prove` could
+    not run, and raises NotBuiltError if a rank would compute another result or if the check fails.
 
     Args:
         model: The whole model, with the same architecture on all ranks.
@@ -56,9 +63,10 @@ def parallelize(
         A dict from the name of each parameter to how it is split over the ranks (`Split`).
 
     Raises:
-        UsageError: A layer that the settings select cannot be split over this number of ranks, or
-            no layer can be split. The model is unchanged.
-        NotBuiltError: Tensor parallelism does not support the model.
+        UsageError: `plan` is None, and `choose` raises this error. The model is unchanged.
+        NotBuiltError: `plan` is None, and `choose` or `prove` raises this error because tensor
+            parallelism does not support the model. The model is unchanged.
+        PeerError: Another rank failed or issued a different collective.
 
     Note:
         Collective: every rank of `comm` must call it.

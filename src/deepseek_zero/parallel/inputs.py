@@ -46,15 +46,20 @@ def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
 def difference(batch: Any, comm: Comm) -> str | None:
     """Compare the batches of ranks that must all receive the same batch.
 
-    Only the tensors in the batches are compared.
+    Only the tensors in the batches are compared. The values of sparse tensors and of tensors on
+    the meta device are not compared.
 
     Args:
-        batch: This rank's batch: a tensor, or nested containers with tensors.
+        batch: This rank's batch: a tensor, or nested mappings, sequences and dataclasses with
+            tensors.
         comm: The communicator of the ranks to compare.
 
     Returns:
-        A description of the first difference, for an error message. None if the shapes, dtypes and
-        values of all tensors are equal on all ranks.
+        A description of the first rank's tensors and those of the first rank that differs from it,
+        for an error message. None if the shapes, dtypes and values are equal on all ranks.
+
+    Raises:
+        PeerError: Another rank failed or issued a different collective.
 
     Note:
         Collective: every rank of `comm` must call it.

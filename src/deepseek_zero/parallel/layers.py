@@ -90,11 +90,11 @@ class Axis(Protocol):
 
 
 class Layer(nn.Module):
-    """Base class of the split layers that a model contains after `parallelize`.
+    """Base class of the layers of a model that `parallelize` has split.
 
     The class is not instantiated directly. `parallelize` changes the class of a module, such as
-    `nn.Linear`, to a class that also derives from a subclass of `Layer`. The weight of the module
-    is then this rank's shard.
+    `nn.Linear`, to a subclass of `Layer` and of its former class. The weight of the module is then
+    this rank's shard.
 
     Attributes:
         axis: The object that computes the forward of the layer and its collectives, usually a
@@ -166,7 +166,8 @@ def _mixed(base: Any, kind: Any) -> Any:
 class TensorAxis:
     """Computes the forward of split layers on one rank of a tensor-parallel group.
 
-    All ranks of the group must call the methods in the same order.
+    All ranks of the group must call the methods in the same order. `copy.deepcopy` returns the same
+    object, so a copy of a model uses the same ranks.
 
     Args:
         group: The object that runs the collectives of the tensor-parallel ranks.
@@ -190,25 +191,32 @@ class TensorAxis:
         return self  # a copy of a model uses the same ranks
 
     def column(self, layer: Layer, x: Tensor) -> Tensor:
-        """Return this rank's outputs of a column layer, or all outputs if the layer gathers them.
+        """Return this rank's outputs of a column layer, or all outputs.
+
+        All outputs are gathered if `LayerPart.gathers` is True. Logits are gathered unless the loss
+        reads split logits. The axis stores the input until the next call of `row` or `leave`, so
+        that column layers with the same input share one sum of its gradient. Unless outputs are
+        gathered or tokens are sharded, this rank's random-number stream is used until then.
 
         Args:
             layer: The layer, whose weight is this rank's shard.
-            x: The input of the layer. It is whole on every rank, or contains only this rank's
-                tokens if the layer reads inputs that are sharded over tokens.
+            x: The input of the layer, which is whole on every rank. If the layer reads inputs that
+                are sharded over tokens, `x` contains only this rank's tokens, or is a result of
+                `read_tokens`.
 
         Returns:
             A tensor of shape (..., outputs). The last dimension is the number of this rank's
             outputs, or of all outputs.
 
         Raises:
-            NotBuiltError: The tokens are sharded, and the module around the layer has all-gathered
-                the tokens of another tensor.
+            NotBuiltError: The tokens are sharded, and `x` does not have three dimensions, or the
+                module around the layer has all-gathered the tokens of another tensor.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective if outputs or tokens are gathered: every rank must call it. Backward is
-            collective too. It sums the gradient of `x` over the ranks, with a reduce-scatter if the
-            tokens are sharded.
+            collective if `x` requires a gradient. It sums the gradient over the ranks, with a
+            reduce-scatter if the tokens are sharded.
         """
         entered = self._enter(layer, x)
         part = layer.part
@@ -224,16 +232,23 @@ class TensorAxis:
     def row(self, layer: Layer, x: Tensor) -> Tensor:
         """Return the outputs of a row layer, summed over the ranks.
 
+        The stored inputs of column layers are dropped. Unless outputs are sharded over tokens, the
+        random-number stream that all ranks share is used again.
+
         Args:
             layer: The layer, whose weight is this rank's shard.
             x: This rank's part of the layer's input, or the whole input if the layer splits it.
 
         Returns:
-            A tensor of shape (..., outputs). It contains all tokens, or only this rank's tokens if
-            the layer shards its outputs over tokens.
+            A tensor of shape (..., outputs). It contains all tokens, or in training only this
+            rank's tokens if the layer shards its outputs over tokens.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
-            Collective: every rank must call it.
+            Collective and blocking: every rank must call it. Backward is collective too if the
+            layer splits its input, or shards its outputs over tokens.
         """
         part = layer.part
         shards_tokens = part.shards_tokens and layer.training
@@ -251,17 +266,21 @@ class TensorAxis:
         )
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens from a table whose rows are split over the ranks.
+        """Return embeddings from a table whose rows are split over the ranks.
 
         Args:
             layer: The embedding, whose weight contains only this rank's rows of the table.
             ids: Indices into the whole table, equal on every rank.
 
         Returns:
-            A tensor of shape ``(*ids.shape, width)``, equal on every rank.
+            A tensor of shape ``(*ids.shape, width)``, equal on every rank. The embedding of an
+            index outside of the table is zero.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
-            Collective: every rank must call it.
+            Collective and blocking: every rank must call it. Backward does not communicate.
         """
         found = look_up(layer.weight, layer.part, self.group.index, ids, layer.padding_idx)
         return leave(found, self.group, layer.part.name)
@@ -281,18 +300,25 @@ class TensorAxis:
         return [(sum(part.widths[: self.group.index]), logits)]
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Gather one matrix from each rank on all ranks.
+        """All-gather one matrix from each rank.
+
+        The method is not differentiable.
 
         Args:
-            rows: A list that contains only this rank's matrix, of the same shape (n, width) on
-                every rank. (`VirtualAxis` receives one matrix for each simulated rank.)
+            rows: A list that contains only this rank's matrix, which is contiguous and has the same
+                dtype and shape (n, width) on every rank. (`VirtualAxis` receives one matrix for
+                each simulated rank.)
             what: The name of the collective, used in error messages.
 
         Returns:
-            A list of the matrices of all ranks, in rank order.
+            A list of the matrices of all ranks, in rank order. It contains the passed matrix itself
+            and new tensors for the other ranks.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
-            Collective: every rank must call it.
+            Collective and blocking: every rank must call it.
         """
         (own,) = rows
         return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)
@@ -300,13 +326,17 @@ class TensorAxis:
     def begin(self, module: nn.Module, args: Any) -> None:
         """Prepare a forward of the model on the ranks of the group.
 
-        The state of an earlier forward is discarded. If the states of the ranks' random generators
-        differ, all ranks take the state of the first rank. The method is registered as a forward
-        pre-hook of the model.
+        Inputs that an earlier forward has stored are dropped, and the random-number stream that all
+        ranks share is used. If the states of torch's default generators differ between the ranks,
+        all ranks take the first rank's state, and a message is logged once. The method is
+        registered as a forward pre-hook of the model.
 
         Args:
             module: The model whose forward begins. It is not used.
             args: The inputs of the forward. They are not used.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank must call it.
@@ -321,7 +351,9 @@ class TensorAxis:
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record that the forward of the model has finished.
 
-        The method is registered as a forward hook of the model.
+        If it is not called because a forward raised, the next `begin` switches back to the
+        random-number stream that all ranks share. The method is registered as a forward hook of the
+        model.
 
         Args:
             module: The model. It is not used.
@@ -333,14 +365,21 @@ class TensorAxis:
     def read_tokens(self, x: Tensor, name: str) -> Tensor:
         """All-gather the tokens that the column layers of a module will read.
 
-        Column layers that receive the result do not gather the tokens again.
+        Column layers that receive the result do not gather the tokens again. Until the next call of
+        `row` or `leave`, a column layer that reads another sharded tensor raises NotBuiltError.
 
         Args:
             x: This rank's tokens, shape (batch, tokens / ranks, n).
             name: The name of the module, used in error messages.
 
         Returns:
-            All tokens, shape (batch, tokens, n). Backward reduce-scatters their gradient.
+            All tokens, shape (batch, tokens, n), in the dtype of autocast if that is enabled. If
+            `x` requires a gradient, backward reduce-scatters it, and only column layers may compute
+            with the result.
+
+        Raises:
+            NotBuiltError: `x` does not have three dimensions.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective and blocking: every rank must call it.
@@ -352,7 +391,11 @@ class TensorAxis:
         return read
 
     def enter_tokens(self) -> None:
-        """Switch to this rank's random-number stream, before ranks compute different tokens."""
+        """Switch to this rank's random-number stream, which is used for its own tokens.
+
+        The stream is seeded with one number from the stream that all ranks share. The method does
+        nothing if the axis has no streams.
+        """
         if self.streams is not None:
             self.streams.forget()  # state of a recomputation that stopped early
             self.streams.enter()
@@ -384,9 +427,10 @@ class TensorAxis:
         return found
 
     def leave(self) -> None:
-        """Switch to the random-number stream that all ranks share, and drop stored inputs.
+        """Drop stored inputs, and switch to the random-number stream of all ranks.
 
-        The stored inputs are those that column layers have read since the last row layer.
+        The stored inputs are those that column layers have read since the last row layer. If the
+        axis has no streams, only the inputs are dropped.
         """
         self._forget()
         if self.streams is not None:

@@ -65,23 +65,26 @@ Shares = list[tuple[int, int]]  # [start, stop) for each rank
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """Settings of tensor parallelism: which layers are split, and how the loss is computed.
+    """Settings of tensor parallelism: which layers are split, and the loss.
 
     Attributes:
         loss: "split" computes the loss from split logits in training, and the output has no logits.
-            "gathered" all-gathers the logits. "tiled" is for a loss function that computes the
-            output layer itself, in tiles (`activations/tiled_loss.py`).
+            If the model's loss function does not support this, the logits are all-gathered.
+            "gathered" always all-gathers the logits. "tiled" is for a loss function that computes
+            the output layer itself, in tiles (`activations/tiled_loss.py`).
         layers: Rules (pattern, style, parts, model types), which take precedence over all other
             rules. The pattern is matched by `re.match` to the name of a layer's weight. The style
             is "column", "row", "column_gather", "partial" or "skip". "skip" keeps the layer whole,
             and "partial" also sums its gradients over the ranks. Parts is the number of equal
             projections that are stored in the layer, or a tuple of their widths. Model types are
             the transformers model types to which the rule applies; an empty tuple means all.
-        uses_other_rules: Whether the model's own plan and the rules of its family apply to layers
-            that `layers` does not match.
-        needs_a_split: Whether it is an error if no layer is split.
+        uses_other_rules: Whether the model's own plan, the rules of its family and general name
+            patterns apply to layers that `layers` does not match.
+        needs_a_split: Whether it is an error if no layer is split. Token embeddings and output
+            layers do not count.
         is_strict: Whether it is an error if a layer that a rule matches stays whole.
-        preset: The model family whose rules are used. None selects the family by the model's type.
+        preset: The model family whose rules are used instead of the model's own plan. None selects
+            the family by the model's type, and the model's own plan takes precedence.
         sequence: Whether activations between the split layers of a block are sharded over tokens in
             training (Megatron's sequence parallelism). "auto" enables it if the model supports it.
         grain: Feed-forward layers and vocabularies are split at multiples of this number, unless
@@ -142,7 +145,7 @@ class Choice:
 
 @dataclass
 class ParallelPlan:
-    """Describes which layers of a model are split over the tensor-parallel ranks, and how.
+    """Describes how the layers of a model are split over the tensor-parallel ranks.
 
     Attributes:
         ranks: The number of tensor-parallel ranks.
@@ -153,8 +156,9 @@ class ParallelPlan:
         attributes: The new values of module attributes that store a number of heads or a width. A
             key is a tuple (module name, attribute name), and a value contains one number for each
             rank.
-        attentions: A dict from the name of each attention module to the name of the module that
-            contains its query, key and value projections.
+        attentions: A dict from the name of an attention module to the name of the module that
+            contains its query, key and value projections. An attention is omitted if its output
+            projection has a LoRA adapter, or if the module contains another row layer.
         left: The layers that stay whole although a rule matches them. The dict maps the name of
             each of these layers to the reason.
         stretch: The blocks between which activations are sharded over tokens. None if activations
@@ -180,12 +184,13 @@ class ParallelPlan:
     unproven: list[Any] = field(default_factory=list)
 
     def table(self) -> str:
-        """Return a text table of the layers that a rule matches, with a header line.
+        """Return a text table of the split layers, with a header line.
 
         One line stands for all layers that are split in the same way and whose names differ only in
-        block numbers, which are replaced by `*`. It contains the style, the share of each rank, the
-        rule that selected the layers, and their number. For layers that stay whole, the line
-        contains the reason instead of the rule.
+        block numbers, which are replaced by `*`. It contains the style, the size of each rank's
+        part in rows or columns of the weight, the rule that selected the layers, and their number.
+        Layers that stay whole although a rule matches them have lines with the reason instead of
+        the rule. Layers with the style "partial" have no line.
         """
         lines = Counter[tuple[str, ...]]()
         for choice in self.choices:
@@ -202,7 +207,7 @@ class ParallelPlan:
 
 
 def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = None) -> ParallelPlan:
-    """Choose which layers of a model are split over the tensor-parallel ranks, and how.
+    """Choose how the layers of a model are split over the tensor-parallel ranks.
 
     Only names, shapes and attributes of modules are read, so parameters may be on the meta device.
     The model is not changed.
@@ -217,11 +222,15 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
         A `ParallelPlan`, which `prove` checks and completes, and `parallelize` applies.
 
     Raises:
-        NotBuiltError: Tensor parallelism does not support the model's family or a style that a rule
-            names.
-        UsageError: A layer that the settings select cannot be split over this number of ranks. The
-            message names it. The error is also raised if no layer can be split (`needs_a_split`),
-            or if a layer that a rule matches stays whole (`is_strict`).
+        NotBuiltError: Tensor parallelism does not support the model's family, a style in the
+            model's own plan, or a fused projection with fewer key/value heads than ranks. The error
+            is also raised if `sequence` is True and the model does not support it.
+        UsageError: A layer that a rule matches cannot be split over this number of ranks, or tied
+            layers would be split in different ways. The message names the layer. The error is also
+            raised if `preset` or a style in `layers` is unknown, if parts do not add up to a
+            layer's outputs, if a parameter was split before over another number of ranks, if no
+            layer can be split (`needs_a_split`), or if a layer that a rule matches stays whole
+            (`is_strict`).
     """
     cut = came_cut(model)
     refuse_other_cuts(cut, ranks)

@@ -73,22 +73,24 @@ class _Fails(_Differs):
 
 
 def prove(model: nn.Module, plan: ParallelPlan) -> None:
-    """Check that a model with split layers computes the same results as the whole model.
+    """Check that a model with split layers computes the results of the whole model.
 
-    For each kind of module that contains split layers, a copy is run on small random inputs: once
-    as a whole, and once for each rank with only the rank's part of the split layers. The module may
-    also contain parameters outside split layers. The results show whether these parameters must be
-    split, or their gradients summed over the ranks, and `plan.splits` is updated accordingly. A
-    module that cannot be run on such inputs is added to `plan.unproven`, and the first forward of
-    the model checks it. The model is not changed.
+    The checked modules contain column layers and the row layers that read their outputs. For each
+    kind of such a module, a copy is run on small random inputs: once as a whole, and then for each
+    rank with only the rank's part of the split layers. The module may also contain parameters
+    outside split layers. The results show whether these parameters must be split, or their
+    gradients summed over the ranks, and `plan.splits` is updated accordingly. A module that cannot
+    be run on such inputs is added to `plan.unproven`. After `parallelize`, the first forward of the
+    model checks it. The model and torch's random generators are not changed.
 
     Args:
         model: The whole model, before anything is split.
         plan: The result of `choose` for this model, whose `splits` and `unproven` are updated.
 
     Raises:
-        NotBuiltError: A rank would compute another result than the whole model. The message names
-            the module, and the layer or parameter.
+        NotBuiltError: A rank would compute another result than the whole model, a module cannot be
+            copied, or modules that share a parameter would have to split it in different ways. The
+            message names the module.
     """
     holders = holders_of(model, plan)
     calls = calls_in(model, [holder.names[0] for holder in holders])

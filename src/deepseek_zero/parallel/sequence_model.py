@@ -59,9 +59,9 @@ class SequenceSettings:
         attention: How attention accesses the tokens of other ranks. With "ulysses", an all-to-all
             gives each rank all tokens of some heads. "all_gather" gathers keys and values. "auto"
             uses "ulysses" if the model supports it and "all_gather" otherwise.
-        weighs_loss: Whether the model returns the mean loss over all tokens of the sequences. If
-            False, the model returns the mean over this rank's tokens, and the caller splits the
-            batches and averages the losses.
+        weighs_loss: Whether the model returns the mean loss over all tokens of the sequences whose
+            label is not -100. If False, the model returns the mean over this rank's tokens, and the
+            caller splits the batches and averages the losses.
         spares_eval: Whether, in evaluation, each rank runs whole sequences without communication.
     """
 
@@ -143,8 +143,9 @@ def own_part(model: nn.Module, batch: Any) -> Any:
 
     Args:
         model: A model that was passed to `share_sequences`, or a module of it.
-        batch: The arguments of the model's forward, by name: `input_ids`, `labels` and so on, with
-            whole sequences that are equal on all sequence-parallel ranks.
+        batch: A mapping of the arguments of the model's forward, by name: `input_ids` or
+            `inputs_embeds`, `labels` and so on. Its sequences are whole, and equal on all
+            sequence-parallel ranks.
 
     Returns:
         A new batch in which each tensor of shape (samples, tokens, ...) has only this rank's
@@ -156,6 +157,7 @@ def own_part(model: nn.Module, batch: Any) -> Any:
     Raises:
         UsageError: The number of tokens is not divisible by the number of ranks, or by twice
             that number if attention uses "all_gather".
+        KeyError: The batch contains neither `input_ids` nor `inputs_embeds`.
     """
     shared = _SHARED.get(model)
     return shared.own_part(batch) if shared is not None and isinstance(batch, Mapping) else batch
@@ -166,12 +168,15 @@ def share_sequences(
 ) -> None:
     """Prepare a transformers model for sequences that are split over ranks, in place.
 
-    The attention function is replaced by a function that communicates with the other ranks. Hooks
-    check the inputs and average the loss over the ranks. A model with `SequenceAttention` modules
-    is not changed, because these modules communicate themselves.
+    The attention function is replaced by a function that communicates with the other ranks, and
+    that is registered with transformers. Hooks check the inputs and average the loss over the
+    ranks. The forward then requires this rank's tokens with their `position_ids`, which `own_part`
+    returns. A model with `SequenceAttention` modules is not changed, because these modules
+    communicate themselves.
 
     Args:
-        model: The model, whose configuration and modules are changed.
+        model: The model, whose configuration is changed and on which hooks are registered. Call the
+            function only once for a model.
         comm: The communicator of the sequence-parallel ranks ("sp").
         settings: How attention accesses the tokens of other ranks, and whether the loss is averaged
             over the ranks; by default `SequenceSettings()`.

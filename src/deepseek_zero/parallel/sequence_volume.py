@@ -20,7 +20,7 @@ _OTHER_WIDTHS = ("v_head_dim", "qk_rope_head_dim", "kv_lora_rank")
 
 
 class SequenceTraffic(NamedTuple):
-    """Bytes that one rank sends for sequence parallelism in one micro-batch.
+    """Describes the bytes that one rank sends for sequence parallelism.
 
     Attributes:
         attention: How attention accesses the tokens of other ranks: "ulysses" (all-to-all) or
@@ -45,7 +45,7 @@ def traffic_of_sequences(
     settings: SequenceSettings,
     compute: torch.dtype | None = None,
 ) -> SequenceTraffic:
-    """Compute the bytes that one rank sends for sequence parallelism in one micro-batch.
+    """Compute the bytes that one rank sends for sequence parallelism.
 
     The result assumes that every attention layer has trained weights before it, so that backward
     sends gradients in each of them.
@@ -55,7 +55,7 @@ def traffic_of_sequences(
         ranks: The number of sequence-parallel ranks ("sp").
         tp: The number of tensor-parallel ranks ("tp"), over which the attention heads are split.
         settings: How attention communicates, and whether the loss is averaged over the ranks.
-        compute: The dtype of activations, if it differs from the model's.
+        compute: The dtype of activations. None means the dtype of the model's first parameter.
 
     Returns:
         A `SequenceTraffic` with the bytes for each token and attention layer, and for the loss of
@@ -63,7 +63,8 @@ def traffic_of_sequences(
         `SequenceAttention` modules, or if its keys and values differ in width.
 
     Raises:
-        NotBuiltError: Sequence parallelism does not support the model.
+        NotBuiltError: Sequence parallelism, or the method `settings.attention`, does not support
+            the model.
     """
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return SequenceTraffic("", None)

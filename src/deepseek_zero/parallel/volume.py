@@ -15,7 +15,9 @@ LOSS_VECTORS = 3  # maximum, sum of exponentials and the target's logit, of each
 
 
 class LayerTraffic(NamedTuple):
-    """Bytes that one rank sends for a group of split layers, for example an attention.
+    """Describes the bytes that one rank sends for a group of split layers.
+
+    An attention is an example of such a group.
 
     Attributes:
         weight: The name of the first weight of the group.
@@ -36,14 +38,16 @@ def traffic_of(
     coordinate: int,
     compute: torch.dtype | None = None,
 ) -> list[LayerTraffic]:
-    """Compute the bytes that one rank sends for the split layers in forward and backward.
+    """Compute the bytes that one rank sends for split layers.
 
     The split layers are grouped as in the plan. A group contains the column layers of an attention
-    or a feed-forward layer, and the row layer that reads their outputs. The result assumes that
-    every parameter is trained, and that all column layers of a group read the same input. A cross
-    attention reads a second input and sends more bytes. Ranks of the same host that read each
-    other's memory do not send these bytes. If activations are sharded over tokens, each rank sends
-    1 / ranks of the bytes of a whole tensor, in forward and in backward.
+    or a feed-forward layer, and the row layer that reads their outputs. Layers that are split by
+    themselves are grouped by their parent module; embeddings, output layers and LoRA layers form a
+    group each. The result assumes that every parameter is trained, and that all column layers of a
+    group read the same input. A cross attention reads a second input and sends more bytes. Ranks of
+    the same host that read each other's memory do not send these bytes. If activations are sharded
+    over tokens, each rank sends 1 / ranks of the bytes of a whole tensor to each other rank, in
+    forward and in backward.
 
     Args:
         model: The whole model, before it is split.
@@ -52,11 +56,11 @@ def traffic_of(
             split logits.
         coordinate: The index of the rank on the tensor-parallel axis. The result depends on it
             because shards may differ in size.
-        compute: The dtype of activations, if it differs from the model's.
+        compute: The dtype of activations. None means the dtype of the model's first parameter.
 
     Returns:
-        One `LayerTraffic` for each group of layers, in the order of the model. Its bytes are those
-        of one forward and backward of R tokens, where R is the number of ranks.
+        One `LayerTraffic` for each group of layers, in the order of `ParallelPlan.choices`. Its
+        bytes are those of one forward and backward of R tokens, where R is the number of ranks.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     dtype = compute or next(param.dtype for param in model.parameters())

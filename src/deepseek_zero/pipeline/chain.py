@@ -71,7 +71,7 @@ class Chain:
         container: Full name of the module whose children are the blocks.
         keys: Names of the blocks in the container.
         parts: The part of the forward before the blocks, each block, and the part after them.
-        unused: Names of the parameters that the forward did not use.
+        unused: Names of the parameters outside of the blocks that the forward did not use.
     """
 
     container: str
@@ -115,9 +115,12 @@ def find_chain(
         the blocks. `cut_model` uses it to divide the model.
 
     Raises:
-        ChainError: The model has no list of blocks, its forward cannot run on fake tensors, or a
-            block does not pass exactly one tensor to the next block. In the last case, the message
-            names the modules between which the model cannot be divided.
+        ChainError: The model has no list of blocks, its forward cannot run on fake tensors, or the
+            blocks are not a chain. In a chain, the forward calls each block once and in order, and
+            passes to it only the output of the previous block and values that follow from the
+            model's inputs. No buffer is written in one block and used in another.
+        AttributeError: The model has no module with the name `blocks`.
+        ValueError: The module `blocks` has no children.
     """
     container = container_of_blocks(model) if blocks is None else blocks
     if container is None:

@@ -28,7 +28,8 @@ from .stage import Received
 class LayerSpec:
     """Stores the class and arguments of a layer that is built later.
 
-    Each rank therefore builds only the layers of its stage.
+    `LayerStages` keeps only the layers of its stage. To count parameters, it also builds each layer
+    on the meta device if possible.
 
     Args:
         typename: Class of the module, a subclass of `torch.nn.Module`.
@@ -70,12 +71,13 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """Stores the class and arguments of a layer that shares weights with other layers.
+    """Stores the class and arguments of a layer that shares weights with others.
 
-    All layers with the same key share the weights that `tied_weight_attr` names.
+    In one stage, all layers with the same key are one module, which is built from the first of
+    their specs. Layers in different stages share only the weights that `tied_weight_attr` names.
 
     Args:
-        key: A name that identifies the shared weights.
+        key: A name that identifies the layers that share weights.
         typename: Class of the module, a subclass of `torch.nn.Module`.
         *module_args: Positional arguments of the module's constructor.
         forward_fn: A function that is called with (module, input) instead of the module's forward.
@@ -123,13 +125,13 @@ class Labelled(NamedTuple):
         """Convert an item of a data loader to a `Labelled`.
 
         Args:
-            batch: The item, which must be a pair (inputs, labels) or already a `Labelled`.
+            batch: The item: a tuple or list of two elements (inputs, labels), or a `Labelled`.
 
         Returns:
-            A `Labelled` with the inputs and labels of the item.
+            A `Labelled` with the inputs and labels of the item. A `Labelled` is returned unchanged.
 
         Raises:
-            UsageError: The item is not a pair.
+            UsageError: The item is neither of these.
         """
         if isinstance(batch, cls):
             return batch
@@ -143,9 +145,11 @@ class Labelled(NamedTuple):
 
 
 class LayerStages(nn.Module):
-    """A module with the layers of one stage of a model that is written as a list of layers.
+    """A module with the layers of one stage of a model.
 
-    The forward of the module runs only the layers of its stage.
+    The model is written as a list of layers, and the module's forward runs only those of its stage.
+    The name of a parameter begins with the index of its layer in the list, or with
+    "tied_modules.<key>" for a `TiedLayerSpec`.
 
     Args:
         layers: All layers of the model: modules, functions or `LayerSpec` objects.
@@ -167,9 +171,9 @@ class LayerStages(nn.Module):
             with parameters.
 
     Raises:
-        UsageError: A layer cannot be called, there are fewer layers than stages, or the method is
-            unknown or matches no layer.
-        NotBuiltError: A layer is a `LayerStages`, or the method is "profile".
+        UsageError: A layer of the stage cannot be called, there are fewer layers than stages, or
+            the method is unknown or matches no layer.
+        NotBuiltError: A layer of the stage is a `LayerStages`, or the method is "profile".
     """
 
     dynamic_shape = False  # whether the shapes of activations change between micro-batches
@@ -241,18 +245,19 @@ class LayerStages(nn.Module):
 
     @property
     def ties(self) -> dict[str, Numbers]:
-        """Return a dict from each weight that stages share to the numbers of these stages.
+        """Return a dict from each weight that stages share to their numbers.
 
-        The keys are the names of the weights in the model. Weights that are tied only within one
-        stage are omitted.
+        The keys are the names of the weights in the model. The numbers of the stages are in
+        ascending order. Weights that are tied only within one stage are omitted.
         """
         return self._in_several_stages(lambda layer: layer.tied_weight_attr)
 
     @property
     def same_names(self) -> tuple[str, ...]:
-        """Return the names of parameters that several stages have without sharing their values.
+        """Return the names of parameters that several stages have but do not share.
 
-        These parameters belong to a `TiedLayerSpec` whose `tied_weight_attr` does not name them.
+        The values of such a parameter may differ between the stages. These parameters belong to a
+        `TiedLayerSpec` whose `tied_weight_attr` does not name them.
         """
         found = self._in_several_stages(
             lambda layer: [name for name, _ in _built(layer).named_parameters()]
@@ -274,13 +279,18 @@ class LayerStages(nn.Module):
     def stage(self, index: int) -> LayerStages:
         """Build another stage of the list for inspection, on the meta device if possible.
 
-        This object is not changed.
+        This object is not changed. Layers that were passed as modules are not copied.
 
         Args:
-            index: Number of the stage.
+            index: Number of the stage, counted from 0.
 
         Returns:
             A `LayerStages` with the layers of that stage.
+
+        Raises:
+            UsageError: A layer of that stage cannot be called.
+            NotBuiltError: A layer of that stage is a `LayerStages`.
+            IndexError: `index` is not less than the number of stages.
         """
         found = copy(self)
         nn.Module.__init__(found)  # without layers and hooks
@@ -335,9 +345,14 @@ class LayerStages(nn.Module):
     def forward(self, forward_input: Any) -> Any:
         """Run this stage's layers in order and return the output of the last one.
 
+        Each call increments `micro_offset`, from which the seeds of the layers are computed if
+        `seed_layers` is True. If recomputation is enabled, groups of layers are run by
+        `checkpoint_func`.
+
         Args:
             forward_input: The input of this stage's first layer. If it is the constant RECEIVED,
-                which the pipeline passes, the tensors of the previous stage are used instead.
+                which the pipeline passes, the attribute `received` is used instead. It contains the
+                tensors of the previous stage, and is then set to None.
         """
         if forward_input is RECEIVED:
             forward_input = self.received
@@ -367,10 +382,11 @@ class LayerStages(nn.Module):
         return x
 
     def recomputes(self, layers: Sequence[Callable[..., Any]]) -> bool:
-        """Return whether the activations of some consecutive layers may be recomputed in backward.
+        """Return whether activations of consecutive layers may be recomputed.
 
         If `checkpointable` was given, it must contain the class names of all these layers.
-        Otherwise, at least one of the layers must have parameters.
+        Otherwise, at least one of the layers must be a module with parameters. A tied layer with a
+        `forward_fn` counts as a function.
 
         Args:
             layers: The layers, which belong to this stage.
@@ -390,6 +406,9 @@ class LayersStage:
 
     Args:
         layers: The module with the layers of this rank's stage.
+
+    Attributes:
+        index: The number of the stage, counted from 0.
     """
 
     def __init__(self, layers: LayerStages) -> None:
@@ -438,7 +457,7 @@ class LayersStage:
             shape ().
 
         Raises:
-            UsageError: The loss is not a scalar tensor.
+            UsageError: The loss is not a tensor with one element.
         """
         found = output if self.layers.loss_fn is None else self.layers.loss_fn(output, micro.labels)
         if not isinstance(found, Tensor) or found.numel() != 1:
@@ -484,6 +503,9 @@ def names_of_stages(own: Mapping[str, str], stages: Comm) -> dict[str, str]:
 
     Returns:
         A dict of the same form as `own`, with the names in the state dicts of all stages.
+
+    Raises:
+        PeerError: Another rank failed or issued a different collective.
 
     Note:
         Collective: every rank along "pp" must call it.

@@ -126,12 +126,15 @@ class _Given:
 
 
 class PlainLoop:
-    """Runs the calls of an ordinary training loop (forward, backward, step) on pipeline stages.
+    """Runs an ordinary training loop (forward, backward, step) on pipeline stages.
 
     A call of the model in training runs the schedule's forwards and backwards, and accumulates the
     gradients. The backward of the returned loss therefore computes no gradients. It multiplies the
     accumulated gradients by a factor if the caller has scaled the loss. If it is the last backward
     of a step, it also reduces the gradients.
+
+    The constructor registers the loop with the runtime of the pipeline. The runtime calls
+    `before_step` before each optimizer step, and `forget` when it discards gradients.
 
     Args:
         pipeline: The pipeline that runs the stages.
@@ -339,14 +342,15 @@ class PlainLoop:
 
     @contextmanager
     def expects(self, loss: Any) -> Iterator[None]:
-        """Return a context manager that raises if `loss.backward()` is not called in its block.
+        """Return a context manager that requires a backward of a loss in its block.
 
         Args:
-            loss: The loss, or a tensor computed from it, whose backward must run.
+            loss: A loss that the loop has returned, or a tensor computed from it.
 
         Raises:
-            UsageError: No backward of a loss of this loop ran in the block. If `loss` is not a
-                tensor that requires a gradient, the error is raised on entry.
+            UsageError: The block ended without an error, and no backward of a loss of this loop ran
+                in it. If `loss` is not a tensor that requires a gradient, the error is raised on
+                entry.
         """
         many = len(self._open)
         if isinstance(loss, Tensor) and loss.requires_grad:
@@ -367,20 +371,24 @@ class PlainLoop:
 
         The gradients of the loss were computed during the forward call, for an assumed factor of
         the loss. If the caller multiplied the loss by another factor, the accumulated gradients are
-        multiplied by the ratio of the two factors. If this backward is the last one of a step, the
-        gradients are reduced.
+        multiplied by the ratio of the two factors, and later calls assume the caller's factor. If
+        this backward is the last one of a step, the gradients are reduced.
 
         Args:
             call: The forward call that returned the loss.
-            grad: The gradient of the loss, which is the factor that the caller applied to it.
+            grad: The gradient of the loss, which is the product of all factors by which the loss
+                was multiplied.
 
         Raises:
-            UsageError: Backward was called twice for the loss, or the ranks of the pipeline applied
-                different factors. The error is also raised if the factor has to be corrected, but
-                the gradients of several calls have already been added up.
+            UsageError: Backward was called twice for the loss, or its gradients were discarded. The
+                error is also raised if the ranks of the pipeline applied different factors, if only
+                some of them end a step, or if the factor has to be corrected but the gradients of
+                several calls have already been added up.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
-            Collective: every rank of the pipeline must call it.
+            Collective: every rank of the pipeline must call it. If the backward ends a step, every
+            data-parallel rank must call it too.
         """
         runtime = self.runtime
         with propagate_errors(runtime.comm.whole):
@@ -433,20 +441,23 @@ class PlainLoop:
         self.pipeline.states.end_step()
 
     def before_step(self) -> None:
-        """Check that no backward is missing, and reduce accumulated gradients before a step.
+        """Check that no backward is missing, and reduce accumulated gradients.
+
+        Gradients that the last backward of the step has already reduced are left unchanged.
 
         Raises:
             UsageError: The backward of a loss is missing. The step's gradients are discarded.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
-            Collective: every rank of the pipeline must call it.
+            Collective: every rank of the pipeline and every data-parallel rank must call it.
         """
         self.refuse_open()
         if self._added:
             self._reduce()
 
     def refuse_open(self) -> None:
-        """Check that `backward` has run for every loss that the loop has returned in this step.
+        """Check that `backward` has run for every loss of the current step.
 
         Raises:
             UsageError: A call in training returned a loss whose `backward` has not run. The
@@ -479,7 +490,7 @@ class PlainLoop:
             )
 
     def refuse_begun(self) -> None:
-        """Raise an error if a step has already begun, because `train_batch` runs a whole step.
+        """Raise an error if `train_batch` cannot run, because a step has begun.
 
         Raises:
             UsageError: Gradients are accumulated already, or each rank receives its own batch. The

@@ -39,7 +39,7 @@ from .verify import verify
 
 @dataclass(frozen=True)
 class StagedModel:
-    """A model that is divided into pipeline stages, with the stages of this rank.
+    """Describes the stages of a divided model, and contains the stages of this rank.
 
     Attributes:
         stages: The stages that this rank runs.
@@ -58,7 +58,7 @@ class StagedModel:
 
     @property
     def tied(self) -> Numbers:
-        """Return the ascending numbers of the stages that share a weight with another stage."""
+        """Return the stages that share a weight with another stage, in ascending order."""
         return tied_stages(self.ties)
 
 
@@ -75,8 +75,10 @@ def cut_model(
 ) -> StagedModel:
     """Divide a model into pipeline stages, and keep only the stages of this rank.
 
-    The blocks and parameters of all other stages are freed. Every rank of a pipeline must pass the
-    same arguments, except for its coordinates in the mesh.
+    The blocks and parameters of all other stages are freed. Afterwards, a direct call of the model
+    raises UsageError, and its key-value caches are disabled unless the caller requests them. A list
+    of layers (`LayerStages`) is not changed. Every rank of a pipeline must pass the same arguments,
+    except for its coordinates in the mesh.
 
     Args:
         model: The model, which is changed in place.
@@ -97,8 +99,11 @@ def cut_model(
         stages share.
 
     Raises:
-        UsageError: The model cannot be divided into this number of stages, or the schedule does not
-            support these numbers of ranks, stages and micro-batches.
+        UsageError: The model has fewer blocks than stages, the schedule does not support these
+            numbers of ranks, stages and micro-batches, or the partition is unknown or matches no
+            block. For a `LayerStages`, the error is raised if it was divided into another number of
+            stages.
+        NotBuiltError: The partition is "profile".
     """
     if isinstance(model, LayerStages):
         if model.num_stages != mesh.pp or virtual != 1:
@@ -118,7 +123,7 @@ def cut_model(
 
 
 class Pipeline:
-    """Runs training and evaluation steps of a divided model over the ranks along "pp".
+    """Runs steps of a divided model over the ranks along "pp".
 
     Args:
         staged: This rank's stages, as `cut_model` returned them.
@@ -131,6 +136,10 @@ class Pipeline:
             its next stage. None means all micro-batches of a step.
         is_dynamic: Whether to send the shapes before each message. This is necessary if activations
             differ in shape between micro-batches whose inputs have equal shapes.
+
+    Raises:
+        UsageError: The schedule is unknown, or does not support the numbers of ranks and stages.
+        PeerError: Another rank failed or issued a different collective.
 
     Note:
         Collective: every rank of `world` must construct it.
@@ -167,7 +176,8 @@ class Pipeline:
     def schedule(self, micro_batches: int, *, trains: bool = True) -> PipelineSchedule:
         """Return the schedule of a step.
 
-        A new schedule is verified and then cached.
+        A new schedule is verified and then cached. If a training step has fewer micro-batches than
+        pipeline ranks, a message is logged once.
 
         Args:
             micro_batches: Number of micro-batches of the step.
@@ -177,7 +187,7 @@ class Pipeline:
             The order of actions for every pipeline rank.
 
         Raises:
-            UsageError: The schedule does not support this number of micro-batches.
+            UsageError: The training schedule does not support this number of micro-batches.
         """
         key = self.name if trains else "forward_only", micro_batches
         if key in self._schedules:
@@ -219,15 +229,18 @@ class Pipeline:
         The optimizer's step is not included.
 
         Args:
-            micro_batches: `MicroBatch` objects, equal on all ranks of a pipeline, or `Labelled`
-                objects. The first stage uses the inputs of a `Labelled`, the last one its labels.
+            micro_batches: At least one `MicroBatch`, equal on all ranks of a pipeline, or at least
+                one `Labelled`. The first stage uses the inputs of a `Labelled`, the last one its
+                labels.
 
         Returns:
-            The mean loss over micro-batches and data-parallel ranks, a scalar that is the same on
-            every rank.
+            The mean loss over micro-batches and data-parallel ranks, an fp32 scalar on the mesh's
+            device that is the same on every rank.
 
         Raises:
-            UsageError: The model returned no loss in the last stage.
+            UsageError: The model returned no loss in the last stage, or the schedule does not
+                support this number of micro-batches.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank must call it.
@@ -245,6 +258,9 @@ class Pipeline:
     ) -> StepOutcome:
         """Execute this rank's schedule for a step.
 
+        In training, gradients are accumulated. They are reduced at the end of the schedule if
+        `ShardedStates.reduces` is True.
+
         Args:
             micro_batches: The micro-batches of the step, as for `train`.
             scale: The factor by which losses are multiplied before their backward: one number, or
@@ -253,10 +269,17 @@ class Pipeline:
 
         Returns:
             A `StepOutcome`. On ranks with the last stage, it contains the losses if `trains` is
-            True, and the outputs otherwise. On all other ranks, both are None.
+            True. Otherwise it contains the outputs, and the list of losses is empty. On all other
+            ranks, both are None.
+
+        Raises:
+            UsageError: The schedule does not support this number of micro-batches, or `trains` is
+                True and the model returned no loss in the last stage.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
-            Collective: every rank of the pipeline must call it.
+            Collective: every rank of the pipeline must call it. Data-parallel ranks must call it
+            too, because they gather weights and reduce gradients together.
         """
         table = self.schedule(len(micro_batches), trains=trains)
         keys = self._keys(micro_batches)
@@ -272,7 +295,7 @@ class Pipeline:
         The recorded shapes of messages are discarded before and after the forwards.
 
         Args:
-            micro_batches: The micro-batches, as for `train`.
+            micro_batches: At least one micro-batch, as for `train`.
             keeps_outputs: Whether to return the outputs on ranks with the last stage.
             has_loss: Whether to compute the loss from the outputs.
 
@@ -283,7 +306,9 @@ class Pipeline:
             without the last stage.
 
         Raises:
-            UsageError: `has_loss` is True, and the model returned no loss in the last stage.
+            UsageError: `has_loss` is True, and the model returned no loss in the last stage. The
+                error is raised on the ranks with this stage.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank must call it.
@@ -303,11 +328,14 @@ class Pipeline:
         """All-gather a vector over the ranks of this pipeline.
 
         Args:
-            row: A one-dimensional tensor on the host, of the same size on every rank.
+            row: A one-dimensional CPU tensor, of the same size on every rank.
             what: Name of the exchange in error messages.
 
         Returns:
-            A tensor of shape (pipeline ranks, size), in the order of the ranks along "pp".
+            A CPU tensor of shape (pipeline ranks, size), in the order of the ranks along "pp".
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -318,12 +346,15 @@ class Pipeline:
         """Broadcast a vector from the last stage's rank to every rank of this pipeline.
 
         Args:
-            row: A one-dimensional tensor on the host, of the same size on every rank. Only the
-                values on the last stage's rank are used.
+            row: A one-dimensional CPU tensor, of the same size on every rank. Only the values on
+                the last stage's rank are used.
             what: Name of the exchange in error messages.
 
         Returns:
             The vector of the last stage's rank.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank of the pipeline must call it.
@@ -337,7 +368,8 @@ class Pipeline:
             A tuple of two lists, with one number for each pair of consecutive stages. The first
             list contains the bytes of the outputs of one micro-batch. The second list contains the
             bytes of the gradients of these outputs. A number is 0 if neither stage of the pair is
-            on this rank. The result is None before the first training step.
+            on this rank. The result is None if this rank has not sent or received an output in
+            training.
         """
         forms = self.executor.forms.seen_in_training
         if not forms:
@@ -351,7 +383,9 @@ class Pipeline:
         return outputs, grads
 
     def reset_shapes(self) -> None:
-        """Discard the recorded shapes of messages, so that the next step may have other shapes.
+        """Discard the recorded shapes of messages.
+
+        The next step may then have other shapes. It sends them before each message.
 
         Note:
             Every rank of the pipeline must call it, although it does not communicate.

@@ -28,7 +28,7 @@ def planned_pipeline(
     compute: torch.dtype | None = None,
     sample: str = "",
 ) -> PipelinePlan:
-    """Describe the stages, schedule and message sizes of one pipeline rank for its plan.
+    """Describe the stages, schedule and messages of one pipeline rank for its plan.
 
     Args:
         staged: The divided model, as `cut_model` returned it on this rank.
@@ -90,7 +90,10 @@ def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
         plan: The plan of a pipeline, with the name and the sizes of the schedule.
 
     Returns:
-        A `PipelineSchedule` with the order of the actions of every pipeline rank.
+        A `PipelineSchedule` with the order of the actions of every pipeline rank in training.
+
+    Raises:
+        UsageError: The schedule is unknown or does not support the numbers in the plan.
     """
     return make_schedule(
         plan.schedule,

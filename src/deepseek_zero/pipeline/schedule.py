@@ -35,7 +35,13 @@ class StageActionKind(Enum):
     """Kinds of actions in a pipeline schedule, such as a forward, a send or a gather.
 
     The values are the names that PyTorch uses for these actions, except for TIE, which does not
-    exist in PyTorch. TIE sums the gradients of weights that several stages share.
+    exist in PyTorch.
+
+    - FORWARD and BACKWARD compute one micro-batch in a stage.
+    - SEND_F and RECV_F send and receive an output of a stage, SEND_B and RECV_B its gradient.
+    - GATHER gathers the weights of a stage, and RELEASE frees them.
+    - REDUCE reduces the gradients of a stage over the ranks with the same stage.
+    - TIE sums the gradients of weights that stages on several ranks share.
     """
 
     FORWARD = "F"

@@ -366,8 +366,13 @@ class ModelStage:
             received: The tensor that the previous stage sent; empty in the first stage.
 
         Returns:
-            In the last stage, the model's output. In other stages, a tuple with the tensor for the
-            next stage.
+            In the last stage, the model's output. In other stages, the model's forward ends after
+            the last block of the stage, and the result is a tuple with the tensor for the next
+            stage.
+
+        Raises:
+            UsageError: The model's forward reads an attribute of a block of another stage, and the
+                attribute is not a string, number, flag or None.
         """
         rest = {key: getattr(self._box, key) for key in self._view}
         self._show(self._view)
@@ -395,6 +400,9 @@ class ModelStage:
         Args:
             output: The model's output in the last stage.
             micro: The micro-batch, which is not used.
+
+        Returns:
+            A tensor of shape ().
 
         Raises:
             UsageError: The output contains no loss, or the loss is not a tensor with one element.

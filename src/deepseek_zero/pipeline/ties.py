@@ -21,7 +21,7 @@ TILE_NUMEL = 1 << 16  # elements of the fp32 scratch buffer of a sum
 
 
 class Ties:
-    """Synchronizes the weights that pipeline stages on several ranks share (tied weights).
+    """Synchronizes tied weights, which pipeline stages on several ranks share.
 
     `spread` copies their initial values between the ranks. `add_up` sums their gradients in each
     step, so that the copies of a weight stay equal.
@@ -31,6 +31,9 @@ class Ties:
         mesh: The mesh, which defines the ranks of each pipeline.
         placement: The rank along "pp" of each stage.
         stages: For each tied weight, the numbers of the stages that use it, in ascending order.
+
+    Raises:
+        PeerError: Another rank failed or issued a different collective.
 
     Note:
         Collective: every rank of `world` must construct it.
@@ -60,11 +63,11 @@ class Ties:
 
     @property
     def is_sharing(self) -> bool:
-        """Whether this rank has a tied weight that a pipeline stage on another rank also uses."""
+        """Return whether this rank shares a tied weight with another pipeline rank."""
         return self.comm is not None
 
     def is_counted(self, name: str) -> bool:
-        """Return whether this rank includes its copy of a weight in norms and checkpoints.
+        """Return whether norms and checkpoints include this rank's copy of a weight.
 
         Of the pipeline ranks that share a tied weight, only the rank with the first stage that uses
         it returns True. For a weight that only one pipeline rank uses, the result is True.
@@ -75,13 +78,17 @@ class Ties:
         return name not in self.ranks or self.ranks[name][0] == self.rank
 
     def spread(self, values: Mapping[str, Tensor]) -> None:
-        """Copy the first stage's values of each shared weight to the other ranks that use it.
+        """Copy the initial values of each shared weight to all ranks that use it.
 
-        The first stage is the first one that uses the weight.
+        The values are those of the first stage that uses the weight. The call has no effect on a
+        rank that shares no weight.
 
         Args:
-            values: This rank's contiguous shared weights, by name. They are overwritten on all
-                ranks except the rank of the first stage that uses the weight.
+            values: All shared weights of this rank, contiguous, by name. They are overwritten on
+                all ranks except the rank of the first stage that uses the weight.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank that shares a weight must call it.
@@ -96,13 +103,18 @@ class Ties:
             self._exchange(own, to, inbox, "gather", f"values of {name}")
 
     def add_up(self, grads: Mapping[str, Tensor]) -> None:
-        """All-reduce the gradients of shared weights over the ranks that use them, in place.
+        """All-reduce the gradients of shared weights in place.
 
-        The sum is formed in fp32 in the order of the stages, so it is equal on all ranks.
+        The ranks that use a weight sum its gradients. The sum is formed in fp32 in the order of the
+        stages, so it is equal on these ranks. The call has no effect on a rank that shares no
+        weight.
 
         Args:
             grads: This rank's contiguous gradients of shared weights, by name. If a weight has no
                 gradient, it must be omitted on all ranks.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank that shares a weight must call it.

@@ -75,8 +75,9 @@ def simulate(
     """Simulate a step of a pipeline schedule, to find its timeline and its duration.
 
     A receive waits for the matching send. A send waits while the other rank has not yet received
-    `PipelineSchedule.in_flight` earlier messages of the sending rank. The sum of tied gradients
-    waits for all ranks that share weights. Messages, gathers and reductions take no time.
+    `PipelineSchedule.in_flight` messages of the sending rank that were sent in the same direction
+    of the model. The sum of tied gradients waits for all ranks that share weights. Messages,
+    gathers and reductions take no time.
 
     Args:
         schedule: The schedule to simulate, with the actions of every rank.
@@ -85,7 +86,8 @@ def simulate(
 
     Returns:
         A tuple. The first element is a list of all forwards and backwards with their start and end
-        times. The second element is the duration of the step in seconds.
+        times; those of one rank are in the order of its program. The second element is the duration
+        of the step in seconds.
 
     Raises:
         ScheduleError: The ranks deadlock, a message is never received, or a rank receives messages

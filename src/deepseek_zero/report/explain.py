@@ -29,7 +29,7 @@ class Advice:
     """Sizes of a plan, from which `where_steps_went` derives its advice.
 
     Attributes:
-        ahead_numel: Number of weight elements whose gather starts before they are needed.
+        ahead_numel: Maximum number of weight elements whose gather starts before they are needed.
         window_numel: Maximum number of weight elements that are gathered at the same time.
         largest_numel: Number of weight elements in the largest unit.
         in_place: Whether gathers move no bytes, because ranks read each other's memory. Waiting for
@@ -82,8 +82,9 @@ def shares(meter: Meter) -> dict[str, float]:
 def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
     """Return lines of text that report how this rank spent the time of its steps.
 
-    A kind of wait that takes at least 2 % of the time has a line with advice. Until two steps have
-    been taken, the only line states that measurement starts with the second step.
+    The first line contains the mean duration of a step and the fraction of each part. A kind of
+    wait that takes at least 2 % of the time has a line with advice. Until two steps have been
+    taken, the only line states that measurement starts with the second step.
 
     Args:
         meter: Measurements of all steps on this rank.
@@ -103,13 +104,15 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
 
 
 def what_moved(links: Sequence[MemoryLink]) -> list[str]:
-    """Return lines of text that report the transfers between the device and each other memory.
+    """Return lines of text that report the transfers to and from each other memory.
 
-    If this rank waits for one of these memories for more than 2 % of a step, the last line contains
-    advice for the memory with the longest wait.
+    A memory without transfers has one line with the bytes that it stores. If this rank waits for
+    one of these memories for more than 2 % of a step, the last line contains advice for the memory
+    with the longest wait.
 
     Args:
-        links: The traffic of this rank to each memory, from `links_of`.
+        links: The traffic between the device and each other memory on this rank, from `links_of`.
+            The result is empty if this is empty.
     """
     lines = [line for link in links for line in _carried(link)]
     slowest = max(links, key=lambda link: link.waited_seconds, default=None)
@@ -169,11 +172,13 @@ Travel = Event | TransferEvent
 
 @dataclass
 class Timeline:
-    """The collectives and the transfers between memories that a rank recorded, with their times.
+    """Contains the recorded collectives and memory transfers of one rank.
 
     Attributes:
-        collectives: The recorded collectives, in the order in which the rank waited for them.
-        transfers: The recorded transfers, in the order in which they were requested.
+        collectives: The recorded collectives with their times, in the order in which the rank
+            waited for them.
+        transfers: The recorded transfers between memories with their times, in the order in which
+            they were requested. A transfer that has not ended has the end time 0.0.
     """
 
     collectives: list[Event] = field(default_factory=list)

@@ -82,7 +82,8 @@ def links_of(tiers: Tiers, meter: Meter) -> list[MemoryLink]:
         meter: Measurements of the steps on this rank.
 
     Returns:
-        One `MemoryLink` for each memory. Its values per step are 0 until two steps have been taken.
+        One `MemoryLink` for each memory in `tiers`. Its values per step are 0 until two steps have
+        been taken.
     """
     return [
         _link(NAMES[tier], each.reserved_bytes, each.traffic, meter)

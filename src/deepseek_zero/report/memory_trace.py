@@ -47,11 +47,14 @@ SMALLEST_BYTES = 1024  # minimum size of a traced storage
 class MemoryTrace:
     """A trace of the memory in use, in bytes by kind, over the operators of a step.
 
+    Memory that `held` does not return is counted under the phase that created it. The phase
+    "forward" is counted under "activations".
+
     Attributes:
         held: A function that returns a dict from each kind to the tensors of this kind that the
             engine currently holds.
         phase: A function that returns the name of the current phase, for example "forward".
-        samples: For each sampled operator, the bytes in use by kind.
+        samples: The bytes in use by kind, for each time at which `sample` was called.
         marks: For each change of the phase, a tuple of the index of the first sample in the new
             phase and its name.
     """
@@ -66,20 +69,21 @@ class MemoryTrace:
 
     @property
     def peak(self) -> dict[str, int]:
-        """Return the bytes by kind of the sample with the largest total; {} without samples."""
+        """Return the bytes by kind of the largest sample; {} without samples."""
         return max(self.samples, key=lambda sample: sum(sample.values()), default={})
 
     @property
     def peak_bytes(self) -> int:
-        """Return the total number of bytes of the sample `peak`."""
+        """Return the total number of bytes of the sample `peak`; 0 without samples."""
         return sum(self.peak.values())
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Return a context manager that appends to `samples` and `marks` in its block.
 
-        It samples the memory after each operator that allocates or frees memory, and once at the
-        end. Storages of less than 1 KiB are traced only if `held` returns their tensors.
+        It samples the memory after the first operator, after each operator that allocates or frees
+        memory, and at the end of a block that raises no error. Storages of less than 1 KiB are
+        counted only if `held` returns their tensors.
         """
         with dispatch_mode(self._run):
             yield
@@ -117,7 +121,11 @@ class MemoryTrace:
             )
 
     def sample(self) -> None:
-        """Append the bytes that are currently in use, by kind, to `samples`."""
+        """Append the bytes that are currently in use, by kind, to `samples`.
+
+        Tensors that `held` does not return are counted if they were created in a block of
+        `recording` and not freed before its last operator.
+        """
         found: dict[str, int] = {}
         seen = set[int]()
         with without_torch_function():
@@ -135,14 +143,19 @@ class MemoryTrace:
         self.samples.append(found)
 
     def draw(self, path: Path | str, title: str = "Memory over a step") -> None:
-        """Draw the recorded bytes as a PNG: one stacked area per kind, over the operators.
+        """Draw the recorded bytes over the operators as a PNG.
+
+        The picture contains one stacked area per kind.
 
         Args:
-            path: Path of the PNG file to write.
+            path: Path of the PNG file to write. Its folder is created if it is missing, and an
+                existing file is replaced.
             title: Title of the picture.
 
         Raises:
             NotBuiltError: matplotlib is not installed, or `path` is a URL.
+            ValueError: No sample contains memory.
+            OSError: The file cannot be written.
         """
         order = [
             *COLOURS,

@@ -64,12 +64,12 @@ class NetworkLink:
 def network_links(
     plan: Plan, meter: Meter, line: Line | None, comm_ctx: CommContext
 ) -> list[NetworkLink]:
-    """Return the bytes per step that this rank sends between hosts and inside its host.
+    """Return the bytes per step that this rank sends over each kind of link.
 
-    Bytes that ranks of a host read from each other's memory count as sent inside the host.
-    Compression affects only messages among the ranks over which states are sharded. The sums of
-    gradients over replicas and the gathers from the second copy of the weights (hpZ) are sent
-    uncompressed.
+    The kinds are links between hosts and links inside this rank's host. Bytes that ranks of a host
+    read from each other's memory count as sent inside the host. Compression affects only messages
+    among the ranks over which states are sharded. The sums of gradients over replicas and the
+    gathers from the second copy of the weights (hpZ) are sent uncompressed.
 
     Args:
         plan: Plan of the run, which has the sizes of messages.
@@ -79,7 +79,8 @@ def network_links(
 
     Returns:
         A list with one `NetworkLink` for the bytes between hosts and one for those inside this
-        host. A link without bytes is omitted. The list is empty until two steps have been taken.
+        host. A link without bytes is omitted. The list is empty until two steps have been taken,
+        and after `Meter.reset` until the end of the next step.
     """
     steps = meter.counted_steps
     if steps <= 0:

@@ -132,10 +132,12 @@ def draw(plan: Plan, path: Path | str) -> None:
 
     Args:
         plan: Plan of the run to draw.
-        path: Path of the PNG file to write.
+        path: Path of the PNG file to write. Its folder is created if it is missing, and an existing
+            file is replaced.
 
     Raises:
         NotBuiltError: matplotlib is not installed, or `path` is a URL.
+        OSError: The file cannot be written.
     """
     draw_plan(places_of(plan), plan.schedule, path, plan.explain()[0], plan.mesh, plan.pipeline)
 
