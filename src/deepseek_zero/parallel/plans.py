@@ -76,8 +76,9 @@ class ParallelSettings:
             rules. The pattern is matched by `re.match` to the name of a layer's weight. The style
             is "column", "row", "column_gather", "partial" or "skip". "skip" keeps the layer whole,
             and "partial" also sums its gradients over the ranks. Parts is the number of equal
-            projections that are stored in the layer, or a tuple of their widths. Model types are
-            the transformers model types to which the rule applies; an empty tuple means all.
+            projections that are stored in the layer, or a tuple of their widths. With a tuple, the
+            style "column" means "column_gather". Model types are the transformers model types to
+            which the rule applies; an empty tuple means all.
         uses_other_rules: Whether the model's own plan, the rules of its family and general name
             patterns apply to layers that `layers` does not match.
         needs_a_split: Whether it is an error if no layer is split. Token embeddings and output

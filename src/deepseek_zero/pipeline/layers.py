@@ -245,10 +245,10 @@ class LayerStages(nn.Module):
 
     @property
     def ties(self) -> dict[str, Numbers]:
-        """Return a dict from each weight that stages share to their numbers.
+        """Return a dict from each shared weight to the numbers of its stages.
 
-        The keys are the names of the weights in the model. The numbers of the stages are in
-        ascending order. Weights that are tied only within one stage are omitted.
+        The keys are the names of the weights in the model. The numbers are in ascending order.
+        Weights that are tied only within one stage are omitted.
         """
         return self._in_several_stages(lambda layer: layer.tied_weight_attr)
 

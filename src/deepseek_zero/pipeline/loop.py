@@ -139,7 +139,8 @@ class PlainLoop:
     Args:
         pipeline: The pipeline that runs the stages.
         parts: Number of micro-batches into which a batch is divided by rows. None means that the
-            user has not configured the number; a batch is then one micro-batch.
+            user has not configured the number; a batch is then one micro-batch. In evaluation, a
+            batch whose number of rows is not divisible is also one micro-batch.
         check: A function that compares the first batch between the ranks that must receive equal
             batches. Every rank of the pipeline calls it. None skips the comparison.
         own_rows: The communicator of the ranks of the pipeline, if each of them receives its own

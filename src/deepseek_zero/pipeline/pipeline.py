@@ -58,7 +58,7 @@ class StagedModel:
 
     @property
     def tied(self) -> Numbers:
-        """Return the stages that share a weight with another stage, in ascending order."""
+        """Return the numbers of the stages that share a weight, in ascending order."""
         return tied_stages(self.ties)
 
 
