@@ -351,7 +351,7 @@ class TensorAxis:
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Record that the forward of the model has finished.
 
-        If it is not called because a forward raised, the next `begin` switches back to the
+        If the method is not called because a forward raised, the next `begin` switches back to the
         random-number stream that all ranks share. The method is registered as a forward hook of the
         model.
 
@@ -374,8 +374,8 @@ class TensorAxis:
 
         Returns:
             All tokens, shape (batch, tokens, n), in the dtype of autocast if that is enabled. If
-            `x` requires a gradient, backward reduce-scatters it, and only column layers may compute
-            with the result.
+            `x` requires a gradient, backward reduce-scatters the gradient, and only column layers
+            may compute with the result.
 
         Raises:
             NotBuiltError: `x` does not have three dimensions.

@@ -59,9 +59,9 @@ class SequenceSettings:
         attention: How attention accesses the tokens of other ranks. With "ulysses", an all-to-all
             gives each rank all tokens of some heads. "all_gather" gathers keys and values. "auto"
             uses "ulysses" if the model supports it and "all_gather" otherwise.
-        weighs_loss: Whether the model returns the mean loss over all tokens of the sequences whose
-            label is not -100. If False, the model returns the mean over this rank's tokens, and the
-            caller splits the batches and averages the losses.
+        weighs_loss: Whether the model returns the mean loss over the tokens of all ranks, without
+            tokens with the label -100. If False, the model returns the mean over this rank's
+            tokens, and the caller splits the batches and averages the losses.
         spares_eval: Whether, in evaluation, each rank runs whole sequences without communication.
     """
 
@@ -151,8 +151,8 @@ def own_part(model: nn.Module, batch: Any) -> Any:
         A new batch in which each tensor of shape (samples, tokens, ...) has only this rank's
         tokens. `position_ids` are added if missing. For a model with a causal loss, `labels` are
         replaced by `shift_labels`, the label of the next token. `batch` itself is returned if it is
-        already split or is not a mapping, if the model does not use sequence parallelism,
-        or if `SequenceSettings.weighs_loss` is false.
+        already split or is not a mapping, if the model does not use sequence parallelism, or if
+        `SequenceSettings.weighs_loss` is false.
 
     Raises:
         UsageError: The number of tokens is not divisible by the number of ranks, or by twice

@@ -126,7 +126,7 @@ class _Given:
 
 
 class PlainLoop:
-    """Runs an ordinary training loop (forward, backward, step) on pipeline stages.
+    """Runs the calls of an ordinary training loop on pipeline stages.
 
     A call of the model in training runs the schedule's forwards and backwards, and accumulates the
     gradients. The backward of the returned loss therefore computes no gradients. It multiplies the

@@ -112,7 +112,7 @@ def what_moved(links: Sequence[MemoryLink]) -> list[str]:
 
     Args:
         links: The traffic between the device and each other memory on this rank, from `links_of`.
-            The result is empty if this is empty.
+            If `links` is empty, the result is an empty list.
     """
     lines = [line for link in links for line in _carried(link)]
     slowest = max(links, key=lambda link: link.waited_seconds, default=None)
