@@ -81,15 +81,15 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
     Args:
         mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
             this rank's tensor-parallel index from it. Sharding of inputs uses the engine's mesh
-            instead.
+            instead. None keeps the object of an earlier call.
         deepspeed_config: A dict, a path, JSON text or an engine's configuration. Only its section
             `activation_checkpointing` is used. With None, the current settings are changed.
         **words: DeepSpeed's keyword arguments: `partition_activations`,
             `contiguous_checkpointing`, `num_checkpoints`, `checkpoint_in_cpu`, `synchronize` and
             `profile`. `synchronize` has no effect. Each other argument overrides one setting, and
             None leaves the setting unchanged. `partition_activations` can disable the sharding
-            that an engine has enabled, but cannot enable it. Rank 0 then logs a message, and the
-            inputs stay whole.
+            that an engine has enabled, but cannot enable it. If it is true and sharding is not
+            enabled, the inputs stay whole, and rank 0 logs a message.
 
     Raises:
         ConfigError: `deepspeed_config` is invalid.

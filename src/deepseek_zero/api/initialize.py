@@ -64,7 +64,7 @@ def initialize(
         collate_fn: Collate function of the loader of `training_data`.
         config: A dict, the path of a JSON file, JSON text, or JSON text encoded in base64.
         mesh_param: A pair of the number of data-parallel ranks and of sequence-parallel ranks.
-        config_params: Another name of `config`, which takes precedence.
+        config_params: Another name of `config`. If both are given, `config` is used.
         mesh: Axes over the ranks, such as `{"dp_replicate": 2, "dp_shard": 4}`, a `Mesh`, or a
             `DeviceMesh` with names. By default, the configuration's `mesh` section is used.
 

@@ -138,9 +138,9 @@ class DeepSeekZeRO3(Exports, StandsForModule):
     Args:
         model: The module to shard.
         **zero_config: Top-level keys of the configuration. `stage` is a short form of
-            ``zero_optimization={"stage": ...}``. A warning is logged for keys that have no effect
-            without an engine. `optimizer` and `lr` do not create an optimizer, but a warning is
-            logged if they differ from those of the program's `ZeroOptimizer`.
+            ``zero_optimization={"stage": ...}``. Rank 0 logs a warning for keys that have no effect
+            without an engine. `optimizer` and `lr` do not create an optimizer, but rank 0 logs a
+            warning if they differ from those of the program's `ZeroOptimizer`.
 
     Raises:
         ConfigError: A key is unknown or has a value that cannot be used.

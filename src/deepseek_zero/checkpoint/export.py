@@ -50,7 +50,8 @@ class ExportSettings:
 
     Attributes:
         dtype: Dtype of floating-point tensors; None keeps the dtype with which the model computes.
-        max_shard_bytes: Maximum size of one file in bytes. A larger tensor has a file to itself.
+        max_shard_bytes: Maximum size of one file in bytes, by default 5 GB. A larger tensor has a
+            file to itself.
         exclude_frozen: Whether to omit parameters that are not trained.
     """
 
@@ -289,8 +290,8 @@ def export_safetensors(
         The names of the safetensors files.
 
     Raises:
-        CheckpointError: A rank cannot write, `directory` is a file, or the safetensors format has
-            no name for a dtype. It is raised on every rank.
+        CheckpointError: A rank cannot write, `directory` is a file, `max_shard_bytes` is below 1,
+            or the safetensors format has no name for a dtype. It is raised on every rank.
 
     Note:
         Collective: every rank must call it.

@@ -97,7 +97,8 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     """Load the weights of safetensors files into a model.
 
     The model may be wrapped or not. A model that is not wrapped yet may be on the meta device or
-    built under `zero.Init`. Each rank then loads only its shards, and `initialize` uses them.
+    built under `zero.Init`. Each rank then loads only its shards, and `initialize` uses them. In a
+    wrapped model, accumulated gradients and deferred updates are discarded.
 
     Args:
         model: Model whose parameters and persistent buffers are replaced.

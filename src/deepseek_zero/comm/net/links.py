@@ -111,8 +111,8 @@ class Links:
     def connect(self) -> str:
         """Connect to all ranks on other hosts, and start the thread.
 
-        The method waits at most `CONNECT_SECONDS` (30 seconds) for the connections. It must not be
-        called a second time.
+        The method waits at most 30 seconds for the connections. It must not be called a second
+        time.
 
         Returns:
             A text that names the ranks to which there is no connection and the reasons, or "" if

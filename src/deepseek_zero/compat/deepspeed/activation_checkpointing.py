@@ -64,7 +64,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 
     Args:
         mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
-            this rank's tensor-parallel index from it.
+            this rank's tensor-parallel index from it. None keeps the object of an earlier call.
         deepspeed_config: A configuration, of which only the section `activation_checkpointing` is
             used. With None, the current settings are changed.
         **words: DeepSpeed's keyword arguments, which override the configuration.

@@ -756,10 +756,11 @@ class DeepSpeedEngine(ZeroEngine):
         return [leaf.register_forward_pre_hook(refuse, with_kwargs=True) for leaf in leaves]
 
     def destroy(self) -> None:
-        """Remove all hooks from the model, undo `compile` and close its monitors.
+        """Remove all hooks from the model, undo `compile` and close the engine's monitors.
 
-        Offloaded states are restored first. Rank 0 logs the time of each part of its steps, unless
-        `steps_per_print` is off. A second call has no effect.
+        Offloaded states are restored first. Rank 0 logs the time of each part of its steps if
+        `steps_per_print` is set and the engine has taken several steps. A second call has no
+        effect.
 
         Note:
             Collective if a checkpoint is being written, because that is completed first.
