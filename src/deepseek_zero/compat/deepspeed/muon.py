@@ -33,7 +33,8 @@ def mark_parameters(model: nn.Module) -> None:
     """Set the attribute `use_muon` of each parameter, as DeepSpeed does.
 
     The attribute is True for a parameter with two or more dimensions whose lower-case name contains
-    neither "embed" nor "lm_head". It is False for all others. `Muon.divide_groups` reads it.
+    neither "embed" nor "lm_head". It is False for all others. If a parameter has several names,
+    only the first one counts. `Muon.divide_groups` reads the attribute.
 
     Args:
         model: The model whose parameters get the attribute.
@@ -46,14 +47,16 @@ def mark_parameters(model: nn.Module) -> None:
 def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
     """Orthogonalize matrices by Newton-Schulz iterations.
 
-    The result has the singular vectors of `G` and singular values near 1.
+    The result has the singular vectors of `G`. After five steps, its singular values are about 0.7
+    to 1.2, except those that are very small in `G`. A zero matrix stays zero.
 
     Args:
         G: Shape ``(..., rows, columns)``.
         steps: Number of Newton-Schulz iterations.
 
     Returns:
-        The orthogonalized matrices, with the shape of `G`.
+        The orthogonalized matrices, with the shape and dtype of `G`. On a device other than the
+        CPU, they are computed in bf16.
     """
     return orthogonalize(G, "standard", steps)
 
@@ -61,8 +64,9 @@ def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
 def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
     """Orthogonalize matrices by Newton-Schulz iterations on their Gram matrices.
 
-    The result has the singular vectors of `G` and singular values near 1. Unless one side of the
-    matrices is at least twice as long as the other, the function iterates on `G` itself, as
+    The result has the singular vectors of `G`. After five steps, its singular values are about 0.7
+    to 1.2, except those that are very small in `G`. A zero matrix stays zero. Unless one side of
+    the matrices is at least twice as long as the other, the function iterates on `G` itself, as
     `zeropower_via_newtonschulz5` does.
 
     Args:
@@ -70,7 +74,8 @@ def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
         steps: Number of Newton-Schulz iterations.
 
     Returns:
-        The orthogonalized matrices, with the shape of `G`.
+        The orthogonalized matrices, with the shape and dtype of `G`. On a device other than the
+        CPU, they are computed in fp16, or in bf16 if the function iterates on `G` itself.
     """
     return orthogonalize(G, "gram", steps)
 
@@ -87,15 +92,14 @@ def muon_update(
 ) -> Tensor:
     """Return Muon's update direction for one step, in the dtype of the gradient.
 
-    `momentum` is changed in place, and so is `grad` if `nesterov` is true. If the gradient is not
-    finite, the function returns `grad` itself and changes neither tensor.
+    `momentum` is changed in place, and so is `grad` if `nesterov` is true. If an element of the
+    gradient is not finite, the function returns `grad` itself and changes neither tensor.
 
     Args:
-        grad: Gradient of a matrix, or of a batch of matrices. With more than three dimensions, all
-            dimensions after the first are combined into the columns of one matrix, also in the
-            result.
-        momentum: Momentum buffer in the shape of `grad`.
-        beta: Decay of the momentum.
+        grad: Gradient of a matrix (two dimensions) or of a batch of matrices (three). A tensor with
+            more dimensions is treated as one matrix, whose rows are the first dimension.
+        momentum: Momentum buffer with the shape and dtype of `grad`.
+        beta: Decay rate of the momentum.
         ns_steps: Number of Newton-Schulz iterations.
         nesterov: Whether to use Nesterov momentum.
         ns_method: "standard" or "gram".
@@ -104,12 +108,14 @@ def muon_update(
             are orthogonalized separately. None orthogonalizes the whole matrix.
 
     Returns:
-        The direction. The optimizer multiplies it by the learning rate and subtracts the product
-        from the weight.
+        The direction, multiplied by ``sqrt(max(1, rows / columns))`` of the orthogonalized
+        matrices. It has the shape of `grad`, or two dimensions if `grad` has more than three. The
+        optimizer multiplies it by the learning rate and subtracts the product from the weight.
 
     Raises:
         ConfigError: `num_heads` is less than 1 or does not divide the number of rows, or it is
-            given for a batch of matrices.
+            given for a batch of matrices. `momentum`, and with `nesterov` also `grad`, have then
+            already been changed.
     """
     if not bool(torch.isfinite(grad).all()):
         return grad
@@ -137,11 +143,12 @@ def adam_update(
 
     Args:
         grad: Gradient of the parameter.
-        buf1: First moment, an exponential moving average of gradients.
+        buf1: First moment, an exponential moving average of gradients. Like `buf2`, it has the
+            shape and dtype of `grad`.
         buf2: Second moment, an exponential moving average of squared gradients.
         step: Number of the step, counted from 1.
         betas: Decay rates of the first and the second moment.
-        eps: Small number that is added to the denominator.
+        eps: Small number that is added to the root of the second moment.
 
     Returns:
         The direction, with the shape of `grad`. It is not multiplied by the learning rate.

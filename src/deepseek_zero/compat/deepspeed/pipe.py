@@ -34,7 +34,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
     Args:
         num_items: Number of items.
-        num_parts: Number of parts.
+        num_parts: Number of parts, at least 1.
 
     Returns:
         A list `bounds` of `num_parts` + 1 indices. Part i is `items[bounds[i] : bounds[i + 1]]`.
@@ -47,11 +47,11 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Divide items into consecutive parts so that the heaviest part is as light as possible.
 
-    If there are more parts than items, the last parts are empty.
+    If there are more parts than items, the last parts are empty. Otherwise, no part is empty.
 
     Args:
-        weights: Weight of each item.
-        num_parts: Number of parts.
+        weights: Weight of each item, not negative.
+        num_parts: Number of parts, at least 1.
 
     Returns:
         A list `bounds` of `num_parts` + 1 indices. Part i is `items[bounds[i] : bounds[i + 1]]`.
@@ -64,35 +64,41 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 class PipelineModule(LayerStages):
     """This rank's pipeline stage of a model that is written as a list of layers.
 
-    Each layer gets the result of the previous one as its only argument, which may be a tuple. Of
-    the `LayerSpec`s, only those of this rank's stage are built. Parameter names contain the layer's
-    index in the whole list, or the key of a tied layer. The module is moved to this rank's device.
-    All ZeRO stages are supported.
+    Each layer gets the result of the previous one as its only argument, which may be a tuple. To
+    count parameters, each `LayerSpec` is first built on the meta device, or on torch's default
+    device if that fails, and discarded. Only the layers of this rank's stage are then built and
+    kept. Parameter names contain the layer's index in the whole list, or the key of a tied layer.
+    The module is moved to this rank's device. All ZeRO stages are supported.
 
     Args:
         layers: Modules, functions, `LayerSpec`s and `TiedLayerSpec`s, in the order of forward.
         num_stages: Number of stages, a divisor of the world size. The ranks of a stage are
             consecutive.
-        topology: Axes of the mesh over all ranks. If given, `num_stages` is ignored.
-        loss_fn: Function of the last layer's output and the labels. None means that the last layer
-            returns the loss.
+        topology: Axes over all ranks, one of which is "pipe". If given, `num_stages` is ignored.
+        loss_fn: Function that is called with (output of the last layer, labels) and returns the
+            loss. None means that the last layer returns the loss.
         seed_layers: Whether to set the seed before each layer is built and before it runs.
         seed_fn: Function that sets the seed; None uses `torch.manual_seed`.
         base_seed: Number from which the seed of each layer is computed.
         partition_method: The number that is balanced over the stages: "parameters" for trained
             elements, "uniform" for layers, or "type:REGEX" for layers whose class name matches
-            REGEX.
-        activation_checkpoint_interval: Number of layers to recompute together; 0 for none.
-        activation_checkpoint_func: Function that recomputes layers in backward.
+            REGEX, ignoring case.
+        activation_checkpoint_interval: Number of layers that backward recomputes together; 0
+            recomputes no layers.
+        activation_checkpoint_func: Function that recomputes layers in backward, called like
+            `torch.utils.checkpoint.checkpoint`.
         checkpointable_layers: Names of the layer classes that may be recomputed; None for all
             classes with parameters.
-        dynamic_shape: Whether the shapes of activations change between micro-batches.
+        dynamic_shape: Whether the shapes of activations may change between micro-batches. If true,
+            the stages send the shapes with every activation.
 
     Raises:
         UsageError: Neither `num_stages` nor `topology` is given, `num_stages` does not divide the
-            world size, there are fewer layers than stages, or `partition_method` is unknown or
-            matches no layer.
+            world size, there are fewer layers than stages, a layer cannot be called, or
+            `partition_method` is unknown or matches no layer.
         NotBuiltError: `partition_method` is "profile", or a layer is itself a `PipelineModule`.
+        AssertionError: `topology` does not have as many ranks as the world, or
+            `checkpointable_layers` is not a list.
     """
 
     engine_class = PipelineEngine  # class of the engine that `initialize` creates
@@ -158,7 +164,7 @@ class PipelineModule(LayerStages):
     # -- recomputation
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Set the number of layers to recompute together in backward; 0 for none.
+        """Set the number of layers that backward recomputes together; 0 recomputes no layers.
 
         The new number is used from the next forward pass on.
 
@@ -173,10 +179,11 @@ class PipelineModule(LayerStages):
         """Apply the recomputation settings in the section `pipeline` of a configuration.
 
         A positive `activation_checkpoint_interval` replaces that of this module. If `use_reentrant`
-        is false, `non_reentrant_checkpoint` recomputes the layers. Other keys are ignored.
+        is False, `non_reentrant_checkpoint` replaces `activation_checkpoint_func`. Other keys are
+        ignored.
 
         Args:
-            pipeline: The section `pipeline`.
+            pipeline: The keys of the section `pipeline` and their values.
         """
         if (
             isinstance(interval := pipeline.get("activation_checkpoint_interval"), int)
@@ -188,10 +195,10 @@ class PipelineModule(LayerStages):
 
     @property
     def is_checkpointable_results(self) -> list[bool]:
-        """Return whether backward recomputes activations, for each interval of layers.
+        """Return, for each interval of layers, whether backward recomputes its activations.
 
-        An interval consists of `activation_checkpoint_interval` consecutive layers of this stage.
-        If that number is 0, the list is empty.
+        An interval consists of `activation_checkpoint_interval` consecutive layers of this stage;
+        the last interval may have fewer. If that number is 0, the list is empty.
         """
         count = len(self.forward_funcs)
         interval = self.activation_checkpoint_interval
@@ -207,9 +214,10 @@ class PipelineModule(LayerStages):
     # -- ranks
 
     def mesh_statement(self) -> MeshStatement:
-        """Return the sizes of the topology's axes pipe and model, and each rank's coordinates.
+        """Return the sizes of the topology's axes pipe and model, and the coordinates on them.
 
-        `initialize` raises an error if another argument requires a different mesh.
+        The coordinates are those of each rank of the world. `initialize` raises an error if another
+        argument requires a different mesh.
         """
         topology = self.topology()
         words = {"pp": "pipe", "tp": "model"}
@@ -220,7 +228,10 @@ class PipelineModule(LayerStages):
 
     @property
     def mesh(self) -> Mesh:
-        """Return a `Mesh` with the sizes of the topology's axes pipe, data and model."""
+        """Return a `Mesh` whose pp, dp_shard and tp are the sizes of pipe, data and model.
+
+        These are axes of the topology. If it has no axis data or model, that size is 1.
+        """
         grid = self._grid
         return Mesh(
             pp=self.num_stages, dp_shard=grid.data_parallel_size, tp=grid.slice_parallel_size

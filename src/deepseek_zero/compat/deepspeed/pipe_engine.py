@@ -56,17 +56,24 @@ class PipelineEngine(DeepSpeedEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run a whole training step: forward and backward of all micro-batches, then one update.
 
+        After the update, the learning-rate schedule advances by one step.
+
         Args:
             data_iter: Iterator over (inputs, labels), one pair per micro-batch. None uses the data
                 that `set_dataiterator` or `set_dataloader` has set, or else the engine's data
                 loader.
 
         Returns:
-            The mean loss over micro-batches and data-parallel ranks, on every rank.
+            The mean loss over micro-batches and data-parallel ranks: a scalar, the same on every
+            rank.
 
         Raises:
-            UsageError: There is no data to read.
+            UsageError: There is no data to read, a micro-batch is not a pair, the loss is not a
+                scalar, the engine has no optimizer, or `pipeline.rows` is "own" and there are
+                several stages.
             StopIteration: The iterator yields fewer micro-batches than a step needs.
+            SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
+                (checkpoint.save_on_signal).
 
         Note:
             Collective: every rank must call it.
@@ -84,22 +91,25 @@ class PipelineEngine(DeepSpeedEngine):
     ) -> Any:
         """Run a batch through all stages without gradients, and compute the mean loss.
 
-        The model runs in evaluation mode. Its earlier mode is restored at the end.
+        The model runs in evaluation mode. At the end, the engine and all submodules get the mode
+        that the engine had before.
 
         Args:
             data_iter: Iterator over (inputs, labels), one pair per micro-batch.
-            return_logits: Whether to also return the outputs of the last stage.
+            return_logits: Whether to also return this rank's outputs of the last stage.
             compute_loss: Whether to compute the loss from the outputs of the last stage.
             reduce_output: Ignored; every rank gets the mean.
             bcast_loss: Ignored; every rank gets the loss.
             num_micro_batches: Number of micro-batches; None for the number of a training step.
 
         Returns:
-            The mean loss, or None if `compute_loss` is false. If `return_logits` is true, a pair of
-            this value and the list of outputs, one for each micro-batch. The list is None on ranks
-            that do not have the last stage.
+            The mean loss over micro-batches and data-parallel ranks, or None if `compute_loss` is
+            false. If `return_logits` is true, a pair of this value and the list of outputs, one for
+            each micro-batch. The list is None on ranks that do not have the last stage.
 
         Raises:
+            UsageError: A micro-batch is not a pair, the loss is not a scalar, or `pipeline.rows` is
+                "own" and there are several stages.
             StopIteration: The iterator yields fewer micro-batches than needed.
 
         Note:
@@ -130,7 +140,8 @@ class PipelineEngine(DeepSpeedEngine):
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Set the loader that `train_batch` reads if it is called without an iterator.
 
-        When the loader ends, `train_batch` starts to read it from the beginning.
+        The loader replaces that of an earlier `set_dataiterator` or `set_dataloader`. When it ends,
+        `train_batch` starts to read it from the beginning.
         """
 
         def again() -> Iterator[Any]:
@@ -140,7 +151,10 @@ class PipelineEngine(DeepSpeedEngine):
         self._data = again()
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Set a function that converts each micro-batch of the data to (inputs, labels)."""
+        """Set a function that converts each item of the data to (inputs, labels).
+
+        `train_batch` and `eval_batch` call it with each item that they read.
+        """
         self._batch_fn = fn
 
     def _reentrant_activation_checkpointing(self) -> bool:

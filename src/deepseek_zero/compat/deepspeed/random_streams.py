@@ -107,7 +107,8 @@ def _tensor_rank() -> int:
 def get_cuda_rng_tracker() -> RandomStreams:
     """Return the `RandomStreams` object of this process.
 
-    Inside `with get_cuda_rng_tracker().fork(name):`, random numbers come from the stream `name`.
+    Inside `with get_cuda_rng_tracker().fork(name):`, the random numbers of this rank's device come
+    from the stream `name`.
     """
     return _STREAMS
 
@@ -120,7 +121,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
     Args:
         seed: Seed of the default generator. The seed of the stream is the sum of this number, 2718
-            and this rank's tensor-parallel index.
+            and this rank's tensor-parallel index. The index comes from the mpu that was passed to
+            `checkpointing.configure`, otherwise from the mesh of the newest engine. Without both,
+            it is 0.
     """
     _STREAMS.reset()
     _device().manual_seed(seed)
@@ -134,7 +137,7 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
 
     Args:
         seed: The new seed of the stream "model-parallel-rng" is the sum of this number, 2718 and
-            this rank's tensor-parallel index.
+            this rank's tensor-parallel index, as in `model_parallel_cuda_manual_seed`.
 
     Raises:
         UsageError: The stream does not exist, because `model_parallel_cuda_manual_seed` has not

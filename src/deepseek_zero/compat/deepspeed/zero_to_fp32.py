@@ -42,20 +42,23 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """Return the full state dict of a checkpoint in fp32, with tied weights under all their names.
 
-    Tensors that are not floating-point, such as counters in buffers, keep their dtype.
+    The tensors are on the CPU. Tensors that are not floating-point, such as counters in buffers,
+    keep their dtype. The names of a tied weight share one tensor.
 
     Args:
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
         tag: Name of the checkpoint in the directory; None for the latest.
         exclude_frozen_parameters: Whether to leave out parameters that were not trained.
         lazy_mode: Whether to return objects that have `.shape` and `.dtype` instead of tensors.
-            Their method `.contiguous()` reads the tensor from the checkpoint.
+            Their method `.contiguous()` reads the tensor from the checkpoint, whose files stay open
+            as long as these objects exist.
 
     Returns:
         The full tensors by name, or these objects by name if `lazy_mode` is true.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
+        NotBuiltError: `checkpoint_dir` is a URL.
     """
     lazy = _lazy_state(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
     if lazy_mode:
@@ -67,9 +70,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: M, checkpoint_dir: AnyPath, tag: str | None = None
 ) -> M:
-    """Move a model to the CPU and load a checkpoint's weights into it.
+    """Move a model to the CPU and load a checkpoint's weights and buffers into it.
 
-    A name that only the model or only the checkpoint has is ignored.
+    The values are converted to the dtypes of the model. A name that only the model or only the
+    checkpoint has is ignored.
 
     Args:
         model: A model that has not been wrapped by an engine.
@@ -81,6 +85,7 @@ def load_state_dict_from_zero_checkpoint(
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
+        NotBuiltError: `checkpoint_dir` is a URL.
         RuntimeError: A tensor has different shapes in the model and in the checkpoint.
     """
     model = model.cpu()
@@ -98,21 +103,25 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 weights of a checkpoint as safetensors or torch files.
+    """Write the fp32 weights and buffers of a checkpoint as safetensors or torch files.
 
-    Weight files of an earlier conversion in `output_dir` are replaced.
+    Tensors that are not floating-point keep their dtype. Torch files contain a tied weight under
+    all its names, and safetensors files only under the first one. Files of an earlier conversion to
+    the same format in `output_dir` are replaced.
 
     Args:
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
-        output_dir: Folder to write.
+        output_dir: Folder to write, which is created if it is missing.
         max_shard_size: Largest size of a file, in bytes or as a text such as "5GB"; None for one
-            file.
+            file. A larger tensor gets a file of its own.
         safe_serialization: Whether to write safetensors files instead of torch files.
         tag: Name of the checkpoint in the directory; None for the latest.
         exclude_frozen_parameters: Whether to leave out parameters that were not trained.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged, or `max_shard_size` is invalid.
+        CheckpointError: The checkpoint is missing or damaged, `max_shard_size` is invalid, or the
+            files cannot be written.
+        NotBuiltError: A path is a URL.
     """
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir,
@@ -134,23 +143,26 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint in a given dtype, as safetensors or torch files.
+    """Write the weights and buffers of a checkpoint in a given dtype.
 
-    Weight files of an earlier conversion in `output_dir` are replaced.
+    Torch files contain a tied weight under all its names, and safetensors files only under the
+    first one. Files of an earlier conversion to the same format in `output_dir` are replaced.
 
     Args:
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
-        output_dir: Folder to write.
-        dtype: Dtype of the floating-point tensors, or its name, such as "bf16".
+        output_dir: Folder to write, which is created if it is missing.
+        dtype: Dtype of the floating-point tensors, or its name, such as "bf16". Other tensors keep
+            their dtype.
         max_shard_size: Largest size of a file, in bytes or as a text such as "5GB"; None for one
-            file.
+            file. A larger tensor gets a file of its own.
         safe_serialization: Whether to write safetensors files instead of torch files.
         tag: Name of the checkpoint in the directory; None for the latest.
         exclude_frozen_parameters: Whether to leave out parameters that were not trained.
 
     Raises:
-        CheckpointError: The checkpoint is missing or damaged, or `dtype` or `max_shard_size` is
-            invalid.
+        CheckpointError: The checkpoint is missing or damaged, `dtype` or `max_shard_size` is
+            invalid, or the files cannot be written.
+        NotBuiltError: A path is a URL.
     """
     most = _bytes_of(max_shard_size)
     source, tag = _place_of(checkpoint_dir, tag)
@@ -169,18 +181,20 @@ def convert_zero_checkpoint_to_state_dict(
 def get_model_state_file(checkpoint_dir: AnyPath, zero_stage: int) -> str:
     """Return the path of the file with rank 0's model states in a checkpoint.
 
-    If the checkpoint has the layout of this library, the function writes a temporary file without
-    tensors and returns its path. The file is removed when the process ends.
+    If the checkpoint has the layout of this library, each call writes such a file, in which
+    "module" is empty, to a new temporary folder. The folder is removed when the process ends.
 
     Args:
         checkpoint_dir: Folder of the checkpoint.
-        zero_stage: ZeRO stage of the run that saved the checkpoint.
+        zero_stage: ZeRO stage of the run that saved the checkpoint. The name of the file depends on
+            it.
 
     Returns:
         The path of the file.
 
     Raises:
-        FileNotFoundError: The checkpoint has no file with rank 0's model states.
+        CheckpointError: The checkpoint has the layout of this library and is damaged.
+        FileNotFoundError: The checkpoint has no file with rank 0's model states of this stage.
     """
     name = (MODEL if zero_stage <= 2 else MODEL_OF_RANK).format(0)
     path = _in_deepspeeds_layout(Path(checkpoint_dir)) / name
@@ -192,13 +206,14 @@ def get_model_state_file(checkpoint_dir: AnyPath, zero_stage: int) -> str:
 def get_optim_files(checkpoint_dir: AnyPath) -> list[str]:
     """Return the paths of the files with optimizer states in a checkpoint, in the order of ranks.
 
-    If the checkpoint has the layout of this library, the function writes one temporary file without
-    tensors and returns its path. The file is removed when the process ends.
+    If the checkpoint has the layout of this library, each call writes one such file, which contains
+    only the ZeRO stage, to a new temporary folder. The folder is removed when the process ends.
 
     Args:
         checkpoint_dir: Folder of the checkpoint.
 
     Raises:
+        CheckpointError: The checkpoint has the layout of this library and is damaged.
         FileNotFoundError: The checkpoint has no files with optimizer states.
     """
     found = [
