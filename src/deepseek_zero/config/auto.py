@@ -43,10 +43,13 @@ class Facts:
             model replica were data-parallel ranks.
         device_type: Type of the ranks' device.
         has_bf16: Whether the device has native bf16.
-        launched: Whether a launcher started the ranks. If false, the run may be a single process.
+        launched: Whether a launcher started the ranks. If false and `world_size` is 1, `resolve`
+            replaces a configured number of data-parallel ranks instead of raising an error.
         hidden_size: The model's hidden size, or None if unknown.
-        loader_micro_batch: The batch size of the program's data loader in samples, or None.
-        client_optimizer: Default options of an optimizer that the program passes (lr, betas, ...).
+        loader_micro_batch: The batch size of the program's data loader in samples; None without a
+            loader.
+        client_optimizer: Default options of the optimizer that the program passes (lr, betas, ...);
+            empty if it passes none.
     """
 
     world_size: int = 1
@@ -65,9 +68,9 @@ class Facts:
 def resolve(raw: RawConfig, facts: Facts) -> Config:
     """Return the configuration of this run, with "auto" replaced by values.
 
-    `Config.decisions` records each chosen value with its reason. The function logs a line if no
-    batch size is set, or if it replaces the number of data-parallel ranks in a process without a
-    launcher. It does not communicate.
+    `Config.decisions` records each chosen value with its reason. Rank 0 logs a line if none of the
+    three batch keys is set. In a process without a launcher, it also logs a line if a configured
+    number of data-parallel ranks is replaced. The function does not communicate.
 
     Args:
         raw: The configuration that `load` returned, in which keys may be "auto".

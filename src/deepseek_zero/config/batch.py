@@ -23,7 +23,8 @@ class Batch:
         micro: Micro-batch size per rank, in samples.
         accumulation: Micro-batches per step.
         data_size: Number of ranks that receive different samples.
-        why: A text for the user that states how the missing values have been computed.
+        why: A text for the user that states how the missing values have been computed; empty in
+            `Config.batch`.
     """
 
     train: int
@@ -42,10 +43,11 @@ class BatchRequest:
         train: Train batch size, in samples.
         micro: Micro-batch size per rank, in samples.
         accumulation: Micro-batches per step.
-        loader: The batch size of the program's own data loader. If `train` and `micro` are None, it
-            is the micro-batch size.
-        micro_auto: Whether the micro-batch key is "auto". If `train` is set and `accumulation` is
-            not, `loader` can be the micro-batch size only if this attribute is true.
+        loader: The batch size of the program's own data loader, in samples; None without a loader.
+            If `train` and `micro` are None, it is the micro-batch size.
+        micro_auto: Whether the micro-batch key is "auto". If it is, `train` is set and
+            `accumulation` is not, `loader` is the micro-batch size, provided that `train` is a
+            multiple of `loader` times `data_size`.
     """
 
     data_size: int

@@ -170,7 +170,9 @@ def section(model: type[Section], sentence: str) -> Any:
 
 @dataclass(frozen=True)
 class FieldRow:
-    """The description of one configuration key, for the generated reference.
+    """The description of one configuration key: its type, default, unit and meaning.
+
+    The reference of the configuration is generated from these descriptions.
 
     Attributes:
         path: The dotted path of the key in the configuration.
@@ -180,7 +182,8 @@ class FieldRow:
         status: Whether the key changes the run, or is accepted without effect.
         reason: The reason why the key has no effect; empty for a key that changes the run.
         unit: The unit of the value.
-        example: A valid value other than the default. A key of type bool needs no example.
+        example: A valid value other than the default; None if there is none. For a key of type bool
+            it is the opposite of the default.
         auto: How the value is chosen if the key is missing, null or "auto".
         means_auto: The numbers that mean "auto".
         auto_is_value: Whether "auto" is itself a valid value of the key.

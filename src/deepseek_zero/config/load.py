@@ -83,13 +83,14 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
     """Choose which argument of `initialize` contains the configuration, and return its value.
 
     As in DeepSpeed, `config` takes precedence over `config_params`, and a configuration in `args`
-    cannot be combined with either of them. `deepscale_config` logs a deprecation warning.
+    cannot be combined with either of them. `deepscale_config` in `args` logs a deprecation warning,
+    once per process.
 
     Args:
         config: Value of the argument `config` of `initialize`.
         config_params: Value of the argument `config_params` of `initialize`.
-        args: Value of the argument `args`, usually parsed command-line flags. Its attributes
-            `deepspeed_config` and `deepscale_config` are read.
+        args: Value of the argument `args` of `initialize`, usually parsed command-line flags. Its
+            attributes `deepspeed_config` and `deepscale_config` are read, if it has them.
 
     Returns:
         A tuple of the configuration and the name of its source for error messages. The name is

@@ -19,13 +19,15 @@ Values = dict[str, Any]  # the values of keys; a section is a nested mapping
 class AutoDecision:
     """A value that the library chose for one configuration key, and the reason.
 
-    Most of these keys are missing or "auto". `resolve` also corrects a train batch size that counts
-    all ranks of each model replica, and in a process without a launcher the number of data-parallel
-    ranks.
+    Most of these keys are missing or "auto". `resolve` also chooses a value for a key that is set,
+    in three cases: a train batch size that counts all ranks of each model replica, a number of
+    data-parallel ranks in a process without a launcher, and the key `enabled` of the section that
+    `precision` selects.
 
     Attributes:
         key: Dotted path of the key.
-        value: The chosen value.
+        value: The chosen value. None for an "auto" key of `optimizer.params` or `scheduler.params`
+            means that the optimizer or schedule uses its own default.
         why: The reason for the choice, as text.
         asked: Whether the user set the key to "auto".
     """

@@ -1303,6 +1303,7 @@ class Config(Section):
 
     In the configuration that `resolve` returns, each key that was "auto" has a chosen or default
     value. Only keys such as `precision`, for which "auto" is itself a value, may still have it.
+    Keys of `optimizer.params` and `scheduler.params` are omitted if no value was chosen for them.
     `decisions` lists the values that the library chose, with the reason for each.
     """
 
@@ -1545,7 +1546,8 @@ class Config(Section):
     def batch(self) -> Batch:
         """Return a `Batch` with the train batch size, micro-batch size and accumulation steps.
 
-        Its `data_size` is the number of ranks that receive different samples.
+        Its `data_size` is the number of ranks that receive different samples. Before `resolve`, a
+        number that is not set is 1.
         """
         return Batch(
             train=self.train_batch_size,
@@ -1556,7 +1558,10 @@ class Config(Section):
 
     @property
     def decisions(self) -> tuple[AutoDecision, ...]:
-        """Return the values that the library chose for keys, with the reason for each."""
+        """Return the values that the library chose for keys, with the reason for each.
+
+        The tuple is empty before `resolve`.
+        """
         return self._decisions
 
     def with_decisions(self, decisions: tuple[AutoDecision, ...]) -> Config:
