@@ -44,12 +44,14 @@ def lines_about_steps(runtime: Runtime, optimizer: ShardedOptimizer | None) -> l
     """Return lines of text about the time of this rank's steps, for `engine.explain`.
 
     The lines report the time spent on computation and on waiting for each kind of transfer. They
-    also report the bytes moved between the device and other memories, and the implementation of
-    the optimizer update. The first step is not measured, because it contains the warm-up.
+    also report the bytes moved between the device and other memories, the implementation of the
+    optimizer update, and the state of each update policy. The first step is not measured, because
+    it contains the warm-up. Until two steps have been taken, one line states this instead of times.
 
     Args:
         runtime: The runtime of the wrapped model, whose meter has measured the steps.
-        optimizer: The optimizer whose updates are described. If None, no line describes updates.
+        optimizer: The optimizer whose updates and update policies are described; None omits their
+            lines.
 
     Returns:
         One string per line, without line ends.
@@ -77,14 +79,16 @@ def lines_about_network(runtime: Runtime, plan: Plan) -> list[str]:
 
     The kinds are the links between hosts and those inside a host, in this order. Each line states
     how many bytes this rank sends per step, and the mean number of bytes per second over a whole
-    step. If quantization reduces the bytes, the line also states their number without it.
+    step. If quantization reduces the bytes, the line also states their number without it. The line
+    about links between hosts compares the rate with their bandwidth, if it is known.
 
     Args:
         runtime: The runtime of the wrapped model, whose meter has counted the transfers.
         plan: The current plan, which contains the expected bytes of each collective.
 
     Returns:
-        One string per line. The list is empty until two steps have been taken.
+        One string per line. A kind over which this rank sends nothing has no line. The list is
+        empty until two steps have been taken.
     """
     comm = runtime.comm
     links = report.network_links(plan, comm.meter, line_of(comm), runtime.comm_ctx)

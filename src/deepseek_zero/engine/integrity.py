@@ -137,10 +137,10 @@ class Integrity:
     def after_step(self, trainer: Trainer) -> None:
         """Compute checksums of the states that no operation writes before the next step.
 
-        The checksums are computed only if the next step compares the states of all ranks. Pending
-        optimizer updates run first. If one of them fails on this rank, for example because of a
-        disk, the error is sent to the other ranks and raised. The units also begin to record
-        checksums of the weights that the next step gathers.
+        The method does nothing unless the next step compares the states of all ranks. States on a
+        disk are left out. Pending optimizer updates run first. If one of them fails on this rank,
+        for example because of a disk, the error is sent to the other ranks and raised. The units
+        also begin to record checksums of the weights that the next step gathers.
 
         Args:
             trainer: The engine, whose step has just ended.
@@ -163,11 +163,12 @@ class Integrity:
         Nothing is added unless `step` is a multiple of `integrity.every`. One digest covers the
         states that all ranks with the same piece of the model hold. Another digest covers the
         states that only replicas share. A third field contains the number of memory blocks that
-        have changed since `after_step`, although no operation wrote them.
+        have changed since `after_step`, although no operation wrote them. The units stop recording
+        checksums of gathered weights.
 
         Args:
             message: The step message, which this rank sends together with its gradient norm.
-            step: The number of the step.
+            step: The number of the step, counted from 1.
         """
         if step % self.settings.every:
             return
@@ -193,12 +194,13 @@ class Integrity:
     def compare(self, step: int, fields: Fields) -> None:
         """Compare the digests of all ranks, and report the states that differ.
 
-        Each difference is reported once. Unless `integrity.mode` is "end", it is logged as a
-        warning.
+        Each difference is reported once. Unless `integrity.mode` is "end", rank 0 logs it as a
+        warning. In a step in which `add_to` added nothing, the method does nothing.
 
         Args:
-            step: The number of the step.
-            fields: The fields of the step messages of all ranks, by name.
+            step: The number of the step, counted from 1.
+            fields: The fields of the step messages of all ranks, by name. Each field has one tuple
+                of values per rank.
 
         Raises:
             IntegrityError: States differ or have changed without an update, and `integrity.mode` is

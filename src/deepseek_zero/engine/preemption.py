@@ -50,7 +50,7 @@ class Preemption:
         self._before: dict[int, Any] = {}
 
     def add_to(self, message: StepMessage) -> None:
-        """Add the number of the signal that this rank has received to its step message.
+        """Add the number of the first signal that this rank has received to its step message.
 
         Args:
             message: The step message. The number is 0 if this rank has received no signal.
@@ -60,9 +60,10 @@ class Preemption:
     def watch(self) -> None:
         """Install a handler for each signal in the settings.
 
-        Each new handler also calls the handler that it replaces, if that is a Python function. The
-        method reports to this library's launcher, if there is one, that this rank saves after these
-        signals.
+        The handler records the signal for `add_to`, except in a forked process and while this
+        library's launcher ends the ranks. It also calls the handler that it replaces, if that is a
+        Python function. The method reports to the launcher, if there is one, that this rank saves
+        after these signals.
 
         Raises:
             UsageError: A signal has a handler that was not set from Python, or the method was not
@@ -108,13 +109,18 @@ class Preemption:
     def act(self, engine: Trainer) -> None:
         """Save a checkpoint and raise `SystemExit` after a step in which a rank received a signal.
 
-        If no rank has received a signal, nothing is done. After the save, the signals are ignored.
+        If no step message of this step contains a signal, nothing is done. Otherwise, the
+        checkpoint, with the engine's `client_state`, is saved to the directory
+        `checkpoint.save_on_signal.path`. Rank 0 logs its path. Afterwards, this process ignores the
+        signals that still have the handler of `watch`.
 
         Args:
-            engine: The engine whose state is saved.
+            engine: The engine whose state is saved. It must have an optimizer, and its step has
+                just ended.
 
         Raises:
             SystemExit: A checkpoint has been saved; the exit code is 85.
+            CheckpointError: A rank could not write the checkpoint. Every rank raises the error.
 
         Note:
             Collective: every rank must call it after each step.

@@ -250,7 +250,7 @@ def plan(
     Args:
         model: The model; only shapes and dtypes are read, so it may be on the meta device.
             As in a run, parameters that share memory are replaced in `model` by one parameter.
-        config: The configuration, as for `initialize`.
+        config: The configuration, as for `initialize`. None uses the defaults.
         ranks: The number of ranks of the world.
         rank: The rank whose plan is returned, from 0 to ``ranks - 1``.
         hosts: The number of hosts. CPU ranks of one host read each other's memory.
@@ -260,16 +260,21 @@ def plan(
         model_parameters: The parameters or parameter groups to train, as for `initialize`.
         leaf_modules: The full names of modules that are not divided into units, in addition to
             those of the configuration.
-        example: A micro-batch for the model's forward. It is used for meshes with tp or pp, because
-            the messages of these axes depend on its shapes. None uses the model's `dummy_inputs`.
+        example: A micro-batch for the model's forward. It is used for meshes with pp, tp or sp,
+            because the messages of these axes depend on its shapes. None uses the model's
+            `dummy_inputs`. If the model has none either, the sizes of these messages are unknown.
 
     Returns:
         A `Plan`. If printed, it shows a table of the bytes of each state in each memory.
 
     Raises:
         ConfigError: The configuration is invalid or does not fit these ranks.
-        UsageError: An argument is invalid, or the configuration leaves the memories of states to
-            "auto" and has no `memory_budget`.
+        NotBuiltError: The configuration has a key, or a combination of keys and mesh axes, that is
+            not implemented.
+        UsageError: An argument is invalid, the mesh does not fit `ranks`, or the mesh has stages
+            and there is neither `example` nor `dummy_inputs` (a list of layers needs none). The
+            error is also raised if the configuration leaves the memories of states to "auto" and
+            has no `memory_budget`.
         OutOfMemoryError: The `memory_budget` is too small for the states.
     """
     whole_number("plan", "ranks", ranks, 1)

@@ -19,6 +19,10 @@ from .micro_batches import arguments_of, loss_of, mean_of_ranks
 def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tensor:
     """Run a whole step: forward and backward of all its micro-batches, then the update.
 
+    After the update, the learning-rate schedule advances by one step. If
+    `managed_gradient_accumulation` is false and there is no pipeline, each micro-batch is a step
+    with its own update.
+
     Args:
         engine: The engine. The methods `forward`, `backward` and `step` of `Engine` itself are
             called, because the methods of a subclass may raise an error.
@@ -29,9 +33,12 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
         The mean loss over the micro-batches of all ranks: a scalar, the same on every rank.
 
     Raises:
-        UsageError: `data_iter` is None, and the engine has no data loader. With a pipeline, also if
-            earlier forwards have begun the step, or if `pipeline.rows` is "own".
+        UsageError: `data_iter` is None and the engine has no data loader, the model returns no
+            scalar loss, or the engine has no optimizer. With a pipeline, also if earlier forwards
+            have begun the step, or if `pipeline.rows` is "own".
         StopIteration: The iterator yields fewer micro-batches than a step needs.
+        SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
+            (checkpoint.save_on_signal).
 
     Note:
         Collective: every rank of the world must call it.
@@ -81,6 +88,8 @@ def step_directly(engine: Engine) -> None:
 
     Raises:
         UsageError: The gradients of the step are not complete, for example inside `no_sync`.
+        SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
+            (checkpoint.save_on_signal).
 
     Note:
         Collective: every rank must call it.
@@ -113,19 +122,21 @@ def evaluate(
     """Run the model's forward on several micro-batches in evaluation mode, without a backward.
 
     Args:
-        engine: The engine. Its training mode is restored at the end.
+        engine: The engine. At the end, it and all submodules of the model get the mode, training
+            or evaluation, that the engine had before.
         data_iter: Iterator over micro-batches.
         many: The number of micro-batches. None means as many as in a training step.
-        keeps_outputs: Whether to return the outputs of all micro-batches.
+        keeps_outputs: Whether to return the outputs of this rank's micro-batches.
         has_loss: Whether to compute the mean loss.
 
     Returns:
-        A tuple of the mean loss and the list of outputs. The loss is None if `has_loss` is false.
-        The outputs are None if `keeps_outputs` is false. With a pipeline, they are also None on
-        ranks without the last stage.
+        A tuple of the mean loss over the micro-batches of all ranks and the list of outputs. The
+        loss is None if `has_loss` is false. The outputs are None if `keeps_outputs` is false. With
+        a pipeline, they are also None on ranks without the last stage.
 
     Raises:
-        UsageError: The engine has a pipeline, and `pipeline.rows` is "own".
+        UsageError: `has_loss` is true and the model returns no scalar loss, or the engine has a
+            pipeline and `pipeline.rows` is "own".
         StopIteration: The iterator yields fewer micro-batches than needed.
 
     Note:

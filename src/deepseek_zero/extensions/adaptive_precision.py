@@ -129,13 +129,17 @@ class PrecisionChange:
 class AdaptivePrecision(UpdatePolicy):
     """An update policy that switches single units to fp32, and back to 16 bits, between steps.
 
-    A unit is switched to fp32 if several skipped steps in a row are attributed to it, or one at the
-    smallest loss scale. It is also switched if fp16 would round too much of its gradient to zero.
-    It is switched back after 16 bits would have been enough in several windows of steps in a row.
+    A unit is switched to fp32 if three skipped steps in a row are attributed to it, or one at the
+    smallest loss scale. It is also switched after two bad windows of steps in a row. A window is
+    bad if a skipped step in it is attributed to the unit. With fp16, it is also bad if more than
+    10 % of the nonzero elements of the unit's gradient are too small for fp16, or if all elements
+    are zero and those of other units are not. The unit is switched back after 16 bits would have
+    been enough in eight windows in a row. This number doubles each time that the unit is switched
+    to fp32 again.
 
     Attributes:
         runtime: The runtime of the wrapped model.
-        window: The number of steps after which the gradients are examined.
+        window: The number of steps in a window, at whose end the gradients are examined.
         decisions: All changes of precision so far.
         changed: Whether the last step changed the precision of a unit.
     """
@@ -178,7 +182,8 @@ class AdaptivePrecision(UpdatePolicy):
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
         """Switch units to fp32 or back to 16 bits, depending on the gradients of recent steps.
 
-        Each change is logged as a warning.
+        Rank 0 logs each change as a warning. The attribute `changed` is set to whether there was a
+        change, and each change is appended to `decisions`.
 
         Args:
             result: The result of the step, including whether its gradient overflowed.
@@ -232,6 +237,8 @@ class AdaptivePrecision(UpdatePolicy):
 
     def restore(self, names: Sequence[str]) -> None:
         """Set the precision of every unit to that of a checkpoint.
+
+        These changes are neither logged nor appended to `decisions`.
 
         Args:
             names: The names of the units that compute in fp32. All other units compute in 16 bits.
