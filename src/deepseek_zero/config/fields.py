@@ -23,7 +23,7 @@ NO_INF = object()
 
 
 class Status(StrEnum):
-    """Whether a key of the configuration changes the run, or is accepted without effect."""
+    """Whether a configuration key changes the run, or is accepted without effect."""
 
     EFFECTIVE = "effective"
     ACCEPTED = "accepted"

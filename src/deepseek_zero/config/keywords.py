@@ -10,9 +10,10 @@ from typing import TypedDict
 
 
 class ConfigKeywords(TypedDict, total=False):
-    """Type of a configuration dict for `initialize(config=...)`, for type checkers and editors.
+    """Type of a configuration dict for `initialize(config=...)`.
 
-    The file keywords.pyi declares the keys. At run time this class has none.
+    Type checkers and editors use it. The file keywords.pyi declares the keys. At run time this
+    class has none.
     """
 
 

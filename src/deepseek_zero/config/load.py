@@ -80,7 +80,7 @@ def load(
 
 
 def choose_source(config: Source, config_params: Source, args: object) -> tuple[Source, str | None]:
-    """Choose which argument of `initialize` contains the configuration, and return its value.
+    """Return the configuration from the arguments of `initialize`.
 
     As in DeepSpeed, `config` takes precedence over `config_params`, and a configuration in `args`
     cannot be combined with either of them. `deepscale_config` in `args` logs a deprecation warning,

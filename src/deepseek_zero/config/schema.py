@@ -1544,7 +1544,7 @@ class Config(Section):
 
     @property
     def batch(self) -> Batch:
-        """Return a `Batch` with the train batch size, micro-batch size and accumulation steps.
+        """Return a `Batch` with the three batch sizes of this configuration.
 
         Its `data_size` is the number of ranks that receive different samples. Before `resolve`, a
         number that is not set is 1.

@@ -17,10 +17,10 @@ from ..sharding.runtime import Runtime
 
 
 def compile_units(runtime: Runtime, options: dict[str, Any]) -> list[Callable[[], None]]:
-    """Compile the forward of every unit, or of the whole model if the root is its only unit.
+    """Compile the forward of every unit except the root.
 
-    The root unit of a model with other units is not compiled. Each `forward` is replaced in place,
-    and torch compiles it at its first call.
+    If the model has no other unit, the forward of the whole model is compiled. Each `forward` is
+    replaced in place, and torch compiles it at its first call.
 
     Args:
         runtime: The runtime of the wrapped model.

@@ -12,7 +12,7 @@ from .parts import Parts
 
 
 def describe(parts: Parts) -> list[str]:
-    """Return lines of text that describe the settings, units and schedules of an engine.
+    """Return lines of text about the settings, units and schedules of an engine.
 
     The configuration key `dump_state` logs these lines. Tests compare the lines of different
     configurations to find keys without effect.
@@ -88,7 +88,7 @@ def lines_about_network(runtime: Runtime, plan: Plan) -> list[str]:
 
     Returns:
         One string per line. A kind over which this rank sends nothing has no line. The list is
-        empty until two steps have been taken.
+        empty until two steps have been taken, and after `Meter.reset` until the next step ends.
     """
     comm = runtime.comm
     links = report.network_links(plan, comm.meter, line_of(comm), runtime.comm_ctx)

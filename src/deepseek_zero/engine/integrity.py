@@ -110,7 +110,9 @@ class State:
 
 
 class Integrity:
-    """Detects memory corruption in the states of one engine (`integrity` in the configuration).
+    """Detects memory corruption in the states of one engine.
+
+    The section `integrity` of the configuration enables it.
 
     Args:
         runtime: The runtime of the wrapped model, whose weights and gradients are checked.
@@ -158,13 +160,13 @@ class Integrity:
             unit.watch = partial(_note_gathered, self._gathered)
 
     def add_to(self, message: StepMessage, step: int) -> None:
-        """Add digests of this rank's states to its step message, so that ranks can compare them.
+        """Add digests of this rank's states to its step message.
 
-        Nothing is added unless `step` is a multiple of `integrity.every`. One digest covers the
-        states that all ranks with the same piece of the model hold. Another digest covers the
-        states that only replicas share. A third field contains the number of memory blocks that
-        have changed since `after_step`, although no operation wrote them. The units stop recording
-        checksums of gathered weights.
+        All ranks receive the message and compare the digests. Nothing is added unless `step` is a
+        multiple of `integrity.every`. One digest covers the states that all ranks with the same
+        piece of the model hold. Another digest covers the states that only replicas share. A third
+        field contains the number of memory blocks that have changed since `after_step`, although no
+        operation wrote them. The units stop recording checksums of gathered weights.
 
         Args:
             message: The step message, which this rank sends together with its gradient norm.
@@ -205,9 +207,10 @@ class Integrity:
         Raises:
             IntegrityError: States differ or have changed without an update, and `integrity.mode` is
                 "end". Every rank raises the error.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
-            Collective if digests differ: every rank must call it.
+            Collective if digests differ: every rank of the world must call it.
         """
         if CHANGED not in fields:
             return

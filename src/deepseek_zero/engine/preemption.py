@@ -35,7 +35,9 @@ FIELD = "preemption signal"  # name of the field of the step message
 
 
 class Preemption:
-    """Saves a checkpoint and ends the run at the end of a step if a rank has received a signal.
+    """Saves a checkpoint and ends the run after a rank has received a signal.
+
+    Both happen at the end of a step, on every rank.
 
     Args:
         settings: The section `checkpoint.save_on_signal` of the configuration. It contains the
@@ -50,10 +52,11 @@ class Preemption:
         self._before: dict[int, Any] = {}
 
     def add_to(self, message: StepMessage) -> None:
-        """Add the number of the first signal that this rank has received to its step message.
+        """Add the first signal that this rank has received to its step message.
 
         Args:
-            message: The step message. The number is 0 if this rank has received no signal.
+            message: The step message, to which the number of the signal is added. It is 0 if this
+                rank has received no signal.
         """
         message.add(FIELD, [self._signal_number])
 
@@ -107,12 +110,12 @@ class Preemption:
                 signal.signal(number, self._before[number])
 
     def act(self, engine: Trainer) -> None:
-        """Save a checkpoint and raise `SystemExit` after a step in which a rank received a signal.
+        """Save a checkpoint and raise `SystemExit` if a rank received a signal.
 
         If no step message of this step contains a signal, nothing is done. Otherwise, the
         checkpoint, with the engine's `client_state`, is saved to the directory
-        `checkpoint.save_on_signal.path`. Rank 0 logs its path. Afterwards, this process ignores the
-        signals that still have the handler of `watch`.
+        `checkpoint.save_on_signal.path`. Rank 0 logs the path of the checkpoint. Afterwards, this
+        process ignores the signals that still have the handler of `watch`.
 
         Args:
             engine: The engine whose state is saved. It must have an optimizer, and its step has
@@ -121,6 +124,7 @@ class Preemption:
         Raises:
             SystemExit: A checkpoint has been saved; the exit code is 85.
             CheckpointError: A rank could not write the checkpoint. Every rank raises the error.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank must call it after each step.

@@ -241,11 +241,12 @@ def plan(
     leaf_modules: Sequence[str] = (),
     example: Any = None,
 ) -> Plan:
-    """Return the plan of one rank: units, layouts, schedule, updates, memory and traffic.
+    """Return the plan of one rank.
 
-    `initialize` makes the same plan for the same model and configuration. This function allocates
-    no states and needs no process group, so any machine can compute the plan of any rank. It
-    assumes that the device has bf16.
+    The plan has the units, layouts, schedule, updates, memory and traffic of the rank. `initialize`
+    makes the same plan for the same model and configuration. This function allocates no states and
+    needs no process group, so any machine can compute the plan of any rank. It assumes that the
+    device has bf16.
 
     Args:
         model: The model; only shapes and dtypes are read, so it may be on the meta device.

@@ -17,11 +17,11 @@ from .micro_batches import arguments_of, loss_of, mean_of_ranks
 
 
 def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tensor:
-    """Run a whole step: forward and backward of all its micro-batches, then the update.
+    """Run a whole training step: all its micro-batches, then the update.
 
-    After the update, the learning-rate schedule advances by one step. If
-    `managed_gradient_accumulation` is false and there is no pipeline, each micro-batch is a step
-    with its own update.
+    Each micro-batch runs forward and backward. After the update, the learning-rate schedule
+    advances by one step. If `managed_gradient_accumulation` is false and there is no pipeline, each
+    micro-batch is a step with its own update.
 
     Args:
         engine: The engine. The methods `forward`, `backward` and `step` of `Engine` itself are
@@ -39,6 +39,7 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
         StopIteration: The iterator yields fewer micro-batches than a step needs.
         SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
             (checkpoint.save_on_signal).
+        PeerError: Another rank failed or issued a different collective.
 
     Note:
         Collective: every rank of the world must call it.
@@ -90,9 +91,10 @@ def step_directly(engine: Engine) -> None:
         UsageError: The gradients of the step are not complete, for example inside `no_sync`.
         SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
             (checkpoint.save_on_signal).
+        PeerError: Another rank failed or issued a different collective.
 
     Note:
-        Collective: every rank must call it.
+        Collective: every rank of the world must call it.
     """
     assert engine.optimizer is not None
     engine._refuse_open_blocks()
@@ -119,7 +121,9 @@ def evaluate(
     keeps_outputs: bool = False,
     has_loss: bool = True,
 ) -> tuple[Tensor | None, list[Any] | None]:
-    """Run the model's forward on several micro-batches in evaluation mode, without a backward.
+    """Run the model's forward on several micro-batches in evaluation mode.
+
+    Gradients are disabled.
 
     Args:
         engine: The engine. At the end, it and all submodules of the model get the mode, training
@@ -138,6 +142,7 @@ def evaluate(
         UsageError: `has_loss` is true and the model returns no scalar loss, or the engine has a
             pipeline and `pipeline.rows` is "own".
         StopIteration: The iterator yields fewer micro-batches than needed.
+        PeerError: Another rank failed or issued a different collective.
 
     Note:
         Collective: every rank of the world must call it.

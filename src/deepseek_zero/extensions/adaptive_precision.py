@@ -127,15 +127,15 @@ class PrecisionChange:
 
 @dataclass(eq=False)
 class AdaptivePrecision(UpdatePolicy):
-    """An update policy that switches single units to fp32, and back to 16 bits, between steps.
+    """An update policy that switches single units to fp32 and back to 16 bits.
 
-    A unit is switched to fp32 if three skipped steps in a row are attributed to it, or one at the
-    smallest loss scale. It is also switched after two bad windows of steps in a row. A window is
-    bad if a skipped step in it is attributed to the unit. With fp16, it is also bad if more than
-    10 % of the nonzero elements of the unit's gradient are too small for fp16, or if all elements
-    are zero and those of other units are not. The unit is switched back after 16 bits would have
-    been enough in eight windows in a row. This number doubles each time that the unit is switched
-    to fp32 again.
+    It does so between steps. A unit is switched to fp32 if three skipped steps in a row are
+    attributed to it, or one at the smallest loss scale. It is also switched after two bad windows
+    of steps in a row. A window is bad if a skipped step in it is attributed to the unit. With fp16,
+    it is also bad if more than 10 % of the nonzero elements of the unit's gradient are too small
+    for fp16, or if all elements are zero and those of other units are not. The unit is switched
+    back after 16 bits would have been enough in eight windows in a row. This number doubles each
+    time that the unit is switched to fp32 again.
 
     Attributes:
         runtime: The runtime of the wrapped model.
@@ -171,6 +171,9 @@ class AdaptivePrecision(UpdatePolicy):
         Args:
             verdict: The gradient norm and other facts about this step, equal on all ranks.
 
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
+
         Note:
             Collective in the last step of a window: every rank must call it.
         """
@@ -180,10 +183,11 @@ class AdaptivePrecision(UpdatePolicy):
             self._seen = self._look()
 
     def after_update(self, result: StepResult, origin: Unit | None) -> bool:
-        """Switch units to fp32 or back to 16 bits, depending on the gradients of recent steps.
+        """Switch units to fp32 or back to 16 bits.
 
-        Rank 0 logs each change as a warning. The attribute `changed` is set to whether there was a
-        change, and each change is appended to `decisions`.
+        The skipped steps and gradients of recent steps determine the changes. Rank 0 logs each
+        change as a warning. The attribute `changed` is set to whether there was a change, and each
+        change is appended to `decisions`.
 
         Args:
             result: The result of the step, including whether its gradient overflowed.
@@ -193,6 +197,9 @@ class AdaptivePrecision(UpdatePolicy):
         Returns:
             True if the step was skipped and this call therefore switched `origin` to fp32. The loss
             scale then need not shrink. False in all other cases.
+
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective if the precision of a unit changes: every rank must call it.
@@ -243,6 +250,9 @@ class AdaptivePrecision(UpdatePolicy):
         Args:
             names: The names of the units that compute in fp32. All other units compute in 16 bits.
 
+        Raises:
+            PeerError: Another rank failed or issued a different collective.
+
         Note:
             Collective: every rank must call it. No weights may be gathered when it is called.
         """
@@ -286,7 +296,10 @@ class AdaptivePrecision(UpdatePolicy):
         self.decisions = [PrecisionChange(**each) for each in state["decisions"]]
 
     def explain(self) -> list[str]:
-        """Return lines for `engine.explain`: the units in fp32, and all changes of precision."""
+        """Return lines of text about the precision of units, for `engine.explain`.
+
+        The first line names the units in fp32. Each further line describes one change of precision.
+        """
         lifted = ", ".join(f"'{name}'" for name in self.promoted) or "no unit"
         lines = [f'precision "auto": {lifted} in fp32; decided every {self.window} steps']
         return lines + [f"  {each}" for each in self.decisions]

@@ -45,9 +45,10 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Divide items into consecutive parts so that the heaviest part is as light as possible.
+    """Divide items into consecutive parts, and minimize the largest weight.
 
-    If there are more parts than items, the last parts are empty. Otherwise, no part is empty.
+    The weight of a part is the sum of its items' weights. If there are more parts than items, the
+    last parts are empty. Otherwise, no part is empty.
 
     Args:
         weights: Weight of each item, not negative.
@@ -164,9 +165,9 @@ class PipelineModule(LayerStages):
     # -- recomputation
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Set the number of layers that backward recomputes together; 0 recomputes no layers.
+        """Set the number of layers that backward recomputes together.
 
-        The new number is used from the next forward pass on.
+        With 0, no layers are recomputed. The new number is used from the next forward pass on.
 
         Raises:
             UsageError: `interval` is negative or not an integer.
@@ -195,10 +196,10 @@ class PipelineModule(LayerStages):
 
     @property
     def is_checkpointable_results(self) -> list[bool]:
-        """Return, for each interval of layers, whether backward recomputes its activations.
+        """Return whether backward recomputes each interval of this stage's layers.
 
-        An interval consists of `activation_checkpoint_interval` consecutive layers of this stage;
-        the last interval may have fewer. If that number is 0, the list is empty.
+        An interval consists of `activation_checkpoint_interval` consecutive layers; the last one
+        may have fewer. If that number is 0, the list is empty.
         """
         count = len(self.forward_funcs)
         interval = self.activation_checkpoint_interval
@@ -214,10 +215,10 @@ class PipelineModule(LayerStages):
     # -- ranks
 
     def mesh_statement(self) -> MeshStatement:
-        """Return the sizes of the topology's axes pipe and model, and the coordinates on them.
+        """Return the sizes of the axes pipe and model, and the ranks' coordinates on them.
 
-        The coordinates are those of each rank of the world. `initialize` raises an error if another
-        argument requires a different mesh.
+        The axes are those of the topology. `initialize` raises an error if another argument
+        requires a different mesh.
         """
         topology = self.topology()
         words = {"pp": "pipe", "tp": "model"}

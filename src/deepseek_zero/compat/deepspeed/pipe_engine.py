@@ -21,7 +21,7 @@ class PipelineError(DeepSeekZeroError):
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """The engine of a `PipelineModule`, whose list of layers is divided into pipeline stages.
+    """The engine of a `PipelineModule`, which trains and evaluates whole batches.
 
     `initialize` creates the engine. A program trains and evaluates with `train_batch` and
     `eval_batch`, which run whole batches over all stages. `forward`, `backward` and `step` raise
@@ -54,9 +54,10 @@ class PipelineEngine(DeepSpeedEngine):
     # -- batches
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Run a whole training step: forward and backward of all micro-batches, then one update.
+        """Run a whole training step: all micro-batches, then one update.
 
-        After the update, the learning-rate schedule advances by one step.
+        Each micro-batch runs forward and backward through all stages. After the update, the
+        learning-rate schedule advances by one step.
 
         Args:
             data_iter: Iterator over (inputs, labels), one pair per micro-batch. None uses the data
@@ -74,6 +75,7 @@ class PipelineEngine(DeepSpeedEngine):
             StopIteration: The iterator yields fewer micro-batches than a step needs.
             SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
                 (checkpoint.save_on_signal).
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank must call it.
@@ -111,6 +113,7 @@ class PipelineEngine(DeepSpeedEngine):
             UsageError: A micro-batch is not a pair, the loss is not a scalar, or `pipeline.rows` is
                 "own" and there are several stages.
             StopIteration: The iterator yields fewer micro-batches than needed.
+            PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank must call it.
@@ -170,7 +173,10 @@ class PipelineEngine(DeepSpeedEngine):
         return layers.activation_checkpoint_interval > 0 and is_named
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Do nothing, because stages can send each other tensors of any dtype, including masks."""
+        """Do nothing.
+
+        Stages can send each other tensors of any dtype, including masks.
+        """
 
     def reset_activation_shape(self) -> None:
         """Discard the known shapes of the activations that are sent between stages.

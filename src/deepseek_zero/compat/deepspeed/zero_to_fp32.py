@@ -40,10 +40,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Return the full state dict of a checkpoint in fp32, with tied weights under all their names.
+    """Return the full state dict of a checkpoint in fp32.
 
     The tensors are on the CPU. Tensors that are not floating-point, such as counters in buffers,
-    keep their dtype. The names of a tied weight share one tensor.
+    keep their dtype. The dict has a tied weight under all its names, which share one tensor.
 
     Args:
         checkpoint_dir: The checkpoint, or the directory of checkpoints.
@@ -103,7 +103,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 weights and buffers of a checkpoint as safetensors or torch files.
+    """Write the weights and buffers of a checkpoint in fp32.
 
     Tensors that are not floating-point keep their dtype. Torch files contain a tied weight under
     all its names, and safetensors files only under the first one. Files of an earlier conversion to
@@ -204,10 +204,11 @@ def get_model_state_file(checkpoint_dir: AnyPath, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: AnyPath) -> list[str]:
-    """Return the paths of the files with optimizer states in a checkpoint, in the order of ranks.
+    """Return the paths of a checkpoint's files with optimizer states.
 
-    If the checkpoint has the layout of this library, each call writes one such file, which contains
-    only the ZeRO stage, to a new temporary folder. The folder is removed when the process ends.
+    The paths are in the order of ranks. If the checkpoint has the layout of this library, each call
+    writes one such file, which contains only the ZeRO stage, to a new temporary folder. The folder
+    is removed when the process ends.
 
     Args:
         checkpoint_dir: Folder of the checkpoint.
