@@ -95,9 +95,10 @@ class PipelineModule(LayerStages):
 
     Raises:
         UsageError: Neither `num_stages` nor `topology` is given, `num_stages` does not divide the
-            world size, there are fewer layers than stages, a layer cannot be called, or
-            `partition_method` is unknown or matches no layer.
-        NotBuiltError: `partition_method` is "profile", or a layer is itself a `PipelineModule`.
+            world size, there are fewer layers than stages, a layer of this rank's stage cannot be
+            called, or `partition_method` is unknown or matches no layer.
+        NotBuiltError: `partition_method` is "profile", or a layer of this rank's stage is itself a
+            `PipelineModule`.
         AssertionError: `topology` does not have as many ranks as the world, or
             `checkpointable_layers` is not a list.
     """
