@@ -94,3 +94,35 @@ def test_an_optimizer_of_the_program_is_compared_by_option_and_group() -> None:
         deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)
     assert "lr of parameter group 0: rank 0 has 0.25, rank 1 has 0.5" in str(caught.value)
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_a_learning_rate_that_differs_at_a_step_is_named_before_any_update(stage: int) -> None:
+    """A schedule may read a loss that each rank has for itself (`ReduceLROnPlateau`)."""
+    torch.manual_seed(0)
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    del config["scheduler"]
+    engine = deepseek_zero.initialize(model=nn.Linear(64, 64), config=config)[0]
+    group = engine.optimizer.param_groups[0]
+    engine.backward(engine(torch.ones(2, 64)).square().mean())
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    group["lr"] = 0.125 if here() else 0.25
+    with pytest.raises(ModelMismatchError) as caught:
+        engine.step()
+    assert "lr of parameter group 0: rank 0 has 0.25, rank 1 has 0.125" in str(caught.value)
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, before[name])
+    group["lr"] = 0.125
+    engine.step()
+    assert not torch.equal(engine.module.state_dict()["weight"], before["weight"])
+
+
+@pytest.mark.ranks(2)
+def test_numbers_of_an_optimizer_that_cannot_be_compared_do_not_end_a_step() -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    config = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": None}
+    engine = deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(torch.ones(2, 64)).square().mean())
+    engine.step()

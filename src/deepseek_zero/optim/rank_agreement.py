@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 from ..base.errors import UsageError
 from ..base.log import log_once
@@ -12,7 +13,14 @@ from ..comm.collectives import Comm
 from ..sharding.runtime import Runtime
 from .shard_set import ShardSet
 from .step_message import StepMessage
-from .verdict import StepFlags, Verdict, absent_among, agree_on_norm, root_of
+from .verdict import (
+    SCHEDULED,
+    StepFlags,
+    Verdict,
+    absent_among,
+    agree_on_norm,
+    root_of,
+)
 
 
 def compare_optimizers(shards: ShardSet) -> None:
@@ -75,30 +83,47 @@ def report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int) 
         )
 
 
-def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
-    """Raise an error on every rank because the ranks made contradictory changes to `.grad`.
+def refuse_disagreement(shards: ShardSet, verdict: Verdict) -> None:
+    """Raise an error on every rank if the ranks contradict each other.
 
     Call it before any state changes.
 
     Args:
-        runtime: The runtime of the wrapped model, whose parameter names appear in messages.
-        verdict: The facts that all ranks agreed on; `is_contradictory` is true.
+        shards: The shards of this rank's optimizer, whose parameter names appear in messages.
+        verdict: The facts that the ranks exchanged.
 
     Raises:
-        UsageError: Always.
+        ModelMismatchError: The ranks differ in the parameters without gradients, or in the values
+            that schedules set.
+        UsageError: A rank changed gradients, and others arrived after their sum.
 
     Note:
         Collective: every rank must call it.
     """
-    if verdict.absences_differ:
+    comm = shards.runtime.comm
+    if verdict.facts_differ:
         agree(
-            runtime.comm,
-            absent_among(runtime.trained_groups) or ["none"],
+            comm,
+            absent_among(shards.runtime.trained_groups) or ["none"],
             "which parameters have no gradient",
             "A parameter is frozen, or its gradient dropped (`grad = None`, zero_grad), on all "
             "ranks or on none: each rank updates its slices of the same tensors.",
             "decide it from what all ranks know (the step, an all-reduced loss), the same "
             "everywhere.",
+        )
+        agree_on(
+            comm,
+            {
+                f"{key} of parameter group {number}": group[key]
+                for number, group in enumerate(shards.inner.param_groups)
+                for key in SCHEDULED
+                if key in group
+            },
+            "what their schedules have set",
+            "Each rank updates its slices of the same tensors, so the same numbers must hold on "
+            "all ranks.",
+            "compute them from what all ranks know: the step, or a metric that was all-reduced "
+            "before the schedule reads it.",
         )
     if verdict.flags.any_edited and verdict.flags.any_late:
         raise UsageError(
@@ -109,13 +134,16 @@ def refuse_disagreement(runtime: Runtime, verdict: Verdict) -> None:
         )
 
 
-def agree_over_pieces(runtime: Runtime, extra: StepMessage) -> Verdict:
+def agree_over_pieces(
+    runtime: Runtime, options: list[dict[str, Any]], extra: StepMessage
+) -> Verdict:
     """Compute the gradient norm of all model pieces, and exchange the other facts about the step.
 
     The pieces are the stages of a pipeline and the parts of tensor parallelism.
 
     Args:
         runtime: The runtime of this rank's piece.
+        options: The parameter groups of the optimizer, whose scheduled values are compared.
         extra: Fields that are sent with the norm; the same fields on every rank.
 
     Returns:
@@ -125,7 +153,7 @@ def agree_over_pieces(runtime: Runtime, extra: StepMessage) -> Verdict:
         Collective over the world.
     """
     comm = runtime.comm
-    verdict = agree_on_norm(runtime, extra)
+    verdict = agree_on_norm(runtime, options, extra)
     counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
     message = StepMessage()
     message.add("flags", verdict.flags)

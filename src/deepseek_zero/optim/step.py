@@ -57,8 +57,7 @@ class Step:
         if is_idle:
             self._idle_steps += 1
             report_idle(self.runtime, verdict, number, self._idle_steps)
-        checks_finite = scaler is not None or shards.settings.check_finite
-        overflow = checks_finite and not verdict.is_finite
+        overflow = not verdict.is_finite and (scaler is not None or shards.settings.check_finite)
         grad_scale = 1.0 if scaler is None else shards.grad_scale
         norm = verdict.norm / grad_scale
         result = StepResult(norm, overflow or is_idle, verdict, overflow, number)
@@ -102,12 +101,13 @@ class Step:
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.backward.before_step()
             extra = message()
-            verdict = self._measure(runtime, extra)
-            if verdict.is_contradictory:
-                refuse_disagreement(runtime, verdict)
+            options = self.shards.inner.param_groups
+            verdict = self._measure(runtime, options, extra)
+            if verdict.facts_differ or verdict.flags.any_late:
+                refuse_disagreement(self.shards, verdict)
             if verdict.flags.any_late:
                 reduce_late(runtime.reductions)
-                verdict = self._measure(runtime, extra)
+                verdict = self._measure(runtime, options, extra)
         return verdict
 
     def conclude(self, made: Decision | None) -> None:

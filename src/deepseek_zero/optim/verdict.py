@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 from zlib import crc32
+
+from torch import Tensor
 
 from ..sharding.grad_sum import squares_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from .step_message import Fields, StepMessage
+
+SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # what schedules of torch change
 
 
 class StepFlags(NamedTuple):
@@ -45,25 +49,21 @@ class Verdict:
         norm: The norm of the gradient, still multiplied by the loss scale.
         by_group: The sum of squares of each trained group.
         flags: What happened on any rank.
-        absences_differ: Whether parameters have a gradient on some ranks only.
+        facts_differ: Whether ranks differ in the parameters without gradients, or in the scheduled
+            values of their parameter groups.
         fields: The fields of the step message by name; each has one entry per rank of the world.
     """
 
     norm: float
     by_group: tuple[float, ...]
-    flags: StepFlags = field(default_factory=StepFlags)
-    absences_differ: bool = False
-    fields: Fields = field(default_factory=dict)
+    flags: StepFlags
+    facts_differ: bool
+    fields: Fields
 
     @property
     def is_finite(self) -> bool:
         """Whether the gradient norm is neither infinite nor NaN."""
         return math.isfinite(self.norm)
-
-    @property
-    def is_contradictory(self) -> bool:
-        """Whether the ranks changed their gradients in contradictory ways."""
-        return self.absences_differ or (self.flags.any_edited and self.flags.any_late)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class StepResult:
     number: int = 0
 
 
-def agree_on_norm(runtime: Runtime, extra: StepMessage) -> Verdict:
+def agree_on_norm(runtime: Runtime, options: list[dict[str, Any]], extra: StepMessage) -> Verdict:
     """Compute the gradient norm of a model, and exchange the other facts about the step.
 
     The squares of all slices are added in a fixed order, in float64, so every rank at every stage
@@ -93,6 +93,7 @@ def agree_on_norm(runtime: Runtime, extra: StepMessage) -> Verdict:
 
     Args:
         runtime: The runtime of the wrapped model, whose gradients are measured.
+        options: The parameter groups of the optimizer, whose scheduled values are compared.
         extra: Fields that are sent with the norm; the same fields on every rank.
 
     Note:
@@ -110,7 +111,11 @@ def agree_on_norm(runtime: Runtime, extra: StepMessage) -> Verdict:
         any_graphless=runtime.step.is_graphless,
     )
     message.add("flags", own_flags)
-    message.add("absent parameters", [crc32("\n".join(absent_among(groups)).encode())])
+    facts: list[Any] = [*absent_among(groups)]
+    for each in options:
+        values = map(each.get, SCHEDULED)
+        facts += [value for value in values if not isinstance(value, Tensor)]
+    message.add("facts", [crc32(str(facts).encode())])
     own_squares = squares_of([group.gradient.sum for group in groups])
     message.add("squares", itertools.chain.from_iterable(own_squares))
     message.add_all(extra)
@@ -130,8 +135,8 @@ def agree_on_norm(runtime: Runtime, extra: StepMessage) -> Verdict:
     # Late gradients are in no sum until they are reduced; the ranks agree again after that.
     if not flags.any_late and _differs_on_owners(groups, squares_by_group, owners):
         flags = flags._replace(any_edited=True)
-    absences_differ = len(set(fields["absent parameters"])) > 1
-    return Verdict(root_of(sum(sums)), tuple(sums), flags, absences_differ, fields)
+    facts_differ = len(set(fields["facts"])) > 1
+    return Verdict(root_of(sum(sums)), tuple(sums), flags, facts_differ, fields)
 
 
 def root_of(square: float) -> float:

@@ -19,7 +19,7 @@ from deepseek_zero.extensions.adaptive_precision import (
     AdaptivePrecision,
     Evidence,
 )
-from deepseek_zero.optim.verdict import StepResult, Verdict
+from deepseek_zero.optim.verdict import StepFlags, StepResult, Verdict
 
 FINE = Evidence(100, 100, 0, 1.0)
 LOSING = Evidence(100, 100, 11, 1.0)
@@ -27,8 +27,8 @@ BETWEEN = Evidence(100, 100, 8, 1.0)  # neither promotes nor demotes
 VANISHED = Evidence(100, 0, 0, 0.0)
 ABSENT = Evidence(0, 0, 0, 0.0)
 HUGE = Evidence(100, 100, 0, 2 * LARGEST)
-FINITE = Verdict(1.0, ())
-NOT_FINITE = Verdict(float("inf"), ())
+FINITE = Verdict(1.0, (), StepFlags(), False, {})
+NOT_FINITE = Verdict(float("inf"), (), StepFlags(), False, {})
 
 
 def result(verdict: Verdict, step: int) -> StepResult:
