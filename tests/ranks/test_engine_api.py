@@ -298,6 +298,21 @@ def test_local_parts_add_up_to_the_whole() -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_unknown_local_states_are_reported_on_ranks_without_elements(stage: int) -> None:
+    engine = door(stage, top={"optimizer": {"type": "Adam", "params": {"lr": 0.1}}})[0]
+    engine.backward(engine(batch(0)).square().mean())
+    engine.step()
+    for param in engine.module.parameters():
+        held = utils.safe_get_local_optimizer_state(param, "exp_avg")
+        for key in ("typo", "step"):  # "step" is not element-wise
+            assert utils.safe_get_local_optimizer_state(param, key) is None
+            with pytest.raises(UsageError, match=r"It has exp_avg, exp_avg_sq\."):
+                utils.safe_set_local_optimizer_state(param, held, key)
+        utils.safe_set_local_optimizer_state(param, held, "exp_avg")
+
+
+@pytest.mark.ranks(2)
 def test_the_gradient_norm_is_that_of_the_whole_model() -> None:
     norms = []
     for stage in (0, 1, 2, 3):

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepseek_zero import utils
 from deepseek_zero.base.errors import ModelMismatchError, PeerError
 from deepseek_zero.base.launch import dead_after
 from deepseek_zero.base.log import logger
@@ -281,6 +282,31 @@ def test_sharded_weights_are_in_memory_once_for_all_ranks() -> None:
     dist.barrier()
     assert (mine == 7.0 + dist.get_rank()).all()
     assert (other == 8.0 - dist.get_rank()).all()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["full", "local"])
+def test_a_program_changes_a_weight_only_after_other_ranks_have_read_it(kind: str) -> None:
+    engine = start_engine(Run(3), seeded(Gpt))
+    head = engine.module.head
+    tokens = torch.arange(6).view(2, 3)
+
+    def wait(module: torch.nn.Module, args: object) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+
+    with torch.no_grad():
+        expected = engine(tokens)
+        handle = head.register_forward_pre_hook(wait)
+        found = engine(tokens)
+        if kind == "full":
+            utils.safe_set_full_fp32_param(head.weight, torch.zeros(head.weight.shape))
+        else:
+            held = utils.safe_get_local_fp32_param(head.weight)
+            utils.safe_set_local_fp32_param(head.weight, torch.zeros_like(held))
+        handle.remove()
+        assert torch.equal(found, expected)
+        assert not engine(tokens).any()
 
 
 @pytest.mark.ranks(2)

@@ -133,7 +133,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         A copy in the dtype of the state. None if the parameter has no state of this name, for
         example before the first step, if it is frozen, or if it belongs to no wrapped model. If
         this rank has no element of the parameter, the result after the first step is an empty fp32
-        tensor for any name.
+        tensor. The name is then compared with the states of this rank's other parameters, if any.
 
     Raises:
         UsageError: `engine.offload_states` has moved states, or an earlier update failed.
@@ -146,6 +146,9 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     if not isinstance(owner, ParamGroup) or optimizer is None or not optimizer.steps:
         return None
     if any(_covers(optimizer, owner, owner.name_of(param))):
+        return None
+    known = _elementwise_keys(optimizer)
+    if known and optim_state_key not in known:
         return None
     return torch.zeros(0, device=owner.comm_ctx.pool.device)
 
@@ -162,8 +165,9 @@ def safe_set_local_optimizer_state(
         param: A parameter of a wrapped model.
         value: The new shard, flat, with as many elements as `safe_get_local_optimizer_state`
             returns. It is cast to the dtype of the state.
-        optim_state_key: Name of an element-wise state, such as "exp_avg". It is not checked if this
-            rank has no element of the parameter.
+        optim_state_key: Name of an element-wise state, such as "exp_avg". If this rank has no
+            element of the parameter, the name is compared with the states of this rank's other
+            parameters, if any.
 
     Raises:
         UsageError: The parameter belongs to no engine or is frozen, the optimizer has no such state
@@ -175,7 +179,9 @@ def safe_set_local_optimizer_state(
     optimizer = _optimizer(owner, param)
     name = owner.name_of(param)
     views = [view for _, view in _state_views(param, optim_state_key)]
-    if not views and any(_covers(optimizer, owner, name)):
+    known = _elementwise_keys(optimizer)
+    is_here = any(_covers(optimizer, owner, name))
+    if not views and (is_here or (known and optim_state_key not in known)):
         raise _no_state(optimizer, name, optim_state_key)
     sizes = [view.numel() for view in views]
     parts = _part(value, sum(sizes), name).split(sizes)
@@ -201,6 +207,17 @@ def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, 
             yield cover, cover.of(state)
 
 
+def _elementwise_keys(optimizer: ShardedOptimizer) -> set[str]:
+    """Return the names of the element-wise states of this rank's shards."""
+    states = load_states(optimizer.shard_set)
+    return {
+        key
+        for shard, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == shard.shape
+    }
+
+
 def _optimizer(owner: ParamGroup, param: nn.Parameter) -> ShardedOptimizer:
     optimizer = optimizer_of(param)
     if optimizer is None:
@@ -213,7 +230,7 @@ def _optimizer(owner: ParamGroup, param: nn.Parameter) -> ShardedOptimizer:
 
 
 def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
-    known = sorted({key for state in load_states(optimizer.shard_set).values() for key in state})
+    known = sorted(_elementwise_keys(optimizer))
     reason = "An optimizer makes its state in its first step."
     fix = "take a step first."
     if known:
@@ -261,8 +278,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Replace the main weight and the weight of a parameter.
 
     The weight that the forward uses gets `value` in its own dtype. Each rank copies its part of
-    `value`; nothing is communicated. Pending updates run first. A frozen parameter has no main
-    weight, so only its weight is replaced.
+    `value`. Pending updates run first. A frozen parameter has no main weight, so only its weight is
+    replaced.
 
     Args:
         param: A parameter of a wrapped model.
@@ -272,14 +289,17 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         UsageError: The parameter belongs to no engine, the size of `value` does not match,
             `engine.offload_states` has moved states, or an earlier update failed.
         StorageError: A disk failed.
+        PeerError: Another rank failed.
 
     Note:
-        Every rank must call it with the same parameter, although it does not communicate.
+        Collective: every rank must call it with the same parameter. Ranks that read each other's
+        weights in shared memory wait for each other before the weight changes.
     """
     owner = _owner(param)
     slot = _slot(owner, param)
     rank = owner.comm_ctx.comm.rank
     flat = _flat(value, slot).to(owner.comm_ctx.pool.device)
+    owner.weight_gather.before_write(slot.name)
     owner.weight_gather.changed()
     with torch.no_grad():
         start, stop, place = local_range(owner.weight, slot, rank)
@@ -333,7 +353,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         PeerError: Another rank failed.
 
     Note:
-        Collective: every rank must call it, so that ranks with a copy of the weight update it.
+        Collective: every rank must call it, so that ranks with a copy of the weight update it, and
+        ranks that read the weight in shared memory have read it before it changes.
     """
     owner = _owner(param)
     slot = _slot(owner, param)
@@ -343,6 +364,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
             "It is frozen, or ZeRO is off (stage 0) and every rank holds all of it.",
             "use safe_set_full_fp32_param.",
         )
+    owner.weight_gather.before_write(slot.name)
     owner.weight_gather.changed()
     with torch.no_grad():
         place, end = owned_range(owner.master.buffer, slot, owner.comm_ctx.comm.rank)
