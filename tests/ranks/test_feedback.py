@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepseek_zero
+from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.checkpoint import load
 from deepseek_zero.precision.codecs import Blocks
+from deepseek_zero.tiers.budget import NO_LIMIT
 from tests.models import Batch, batch_of, seeded
 from tests.pairwise import cases
 from tests.ranks.test_codecs import CODES, Rounding, flats_of, rounded
@@ -302,6 +304,23 @@ def test_errors_are_saved_and_restored_on_the_same_mesh_and_dropped_on_another(
     ]
     assert held and not any(errors.any() for errors in held)
     assert len(said) == 1 and "error feedback of its gradients is dropped" in said[0]
+
+
+@pytest.mark.ranks(2)
+def test_errors_that_exceed_the_budget_are_never_kept() -> None:
+    engine = start(Run(2, optimizer="adamw"), "int4 gradients", "bf16")
+    group = next(each for each in engine.runtime.groups if each.planned.key.is_coded)
+    reduction = group.gradient.reduction
+    budget = group.comm_ctx.tiers.budget
+    taken = budget.taken_bytes
+    budget.limit_bytes = taken
+    for _ in range(2):
+        with pytest.raises(OutOfMemoryError, match="what codes leave out"):
+            reduction.ensure_errors()
+    budget.limit_bytes = NO_LIMIT
+    assert budget.taken_bytes == taken
+    errors = reduction.ensure_errors()
+    assert budget.taken_bytes == taken + errors.memory.nbytes
 
 
 @pytest.mark.ranks(2)

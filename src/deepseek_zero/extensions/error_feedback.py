@@ -111,9 +111,10 @@ class ErrorFeedback(GradReduction):
             group = self.group
             feedback = feedback_of(group.plan)
             assert feedback is not None
-            self._errors = feedback.zeros(group.planned.errors_numel, group.comm_ctx.pool.device)
+            errors = feedback.zeros(group.planned.errors_numel, group.comm_ctx.pool.device)
             what = f"what codes leave out of gradients of {group.members[0].name}"
-            group.comm_ctx.tiers.budget.reserve_for(self._errors, self._errors.memory.nbytes, what)
+            group.comm_ctx.tiers.budget.reserve_for(errors, errors.memory.nbytes, what)
+            self._errors = errors
         return self._errors
 
 
