@@ -456,9 +456,6 @@ class Comm:
 
         Note:
             Collective: every rank of the group must call it.
-
-        Note:
-            Collective: every rank of the group must call it.
         """
         self.all_gather_rows(torch.zeros(1, dtype=torch.uint8), what)
 

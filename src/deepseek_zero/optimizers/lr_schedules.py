@@ -748,7 +748,7 @@ def resolve_schedule(
     Raises:
         ConfigError: The name is unknown, the class does not accept the parameters or the optimizer,
             or it cannot compute learning rates from them.
-        UsageError: The list `param_groups` of the optimizer is empty.
+        UsageError: The optimizer has no parameter groups.
     """
     choices: dict[str, type[Any]] = {**_TORCH_SCHEDULES, **SCHEDULES}
     by_case = {choice.lower(): cls for choice, cls in choices.items()}
@@ -764,7 +764,7 @@ def resolve_schedule(
         )
     settings = checked_arguments(f"scheduler {shown(name)}", cls, params)
     try:
-        _try_out(cls, optimizer, settings)
+        _try_out(cls, _with_groups(optimizer), settings)
         built: LRSchedule | torch.optim.lr_scheduler.LRScheduler = cls(optimizer, **settings)
     except DeepSeekZeroError:
         raise

@@ -224,6 +224,19 @@ def test_a_wrapped_optimizer_is_found_and_anything_else_is_refused() -> None:
         WarmupLR(object())
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "ConstantLR"])
+def test_a_schedule_by_name_refuses_an_optimizer_without_groups(name: str) -> None:
+    for optimizer in (object(), groups()):
+        with pytest.raises(UsageError, match="has no param_groups"):
+            resolve_schedule(name, {}, optimizer)
+
+
+def test_a_schedule_by_name_finds_a_wrapped_optimizer() -> None:
+    inner = groups(0.3)
+    schedule = resolve_schedule("WarmupLR", {}, SimpleNamespace(optimizer=inner))
+    assert schedule.optimizer is inner
+
+
 def test_a_group_added_later_is_an_error() -> None:
     optimizer = groups(0.3)
     schedule = WarmupLR(optimizer)
