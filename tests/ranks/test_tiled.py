@@ -27,10 +27,14 @@ from tests.models import HIDDEN, VOCABULARY, WIDTH, Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.plain import (
     BACKWARD,
+    STAGE_0,
+    STAGE_1,
+    STAGE_2,
+    STAGE_3,
+    STAGE_3_BARE,
     Setting,
     assert_trains_like_plain,
     draw,
-    on_stages_0_to_3,
     on_stages_1_and_3,
 )
 from tests.reference import OPTIMIZERS, Reference
@@ -161,8 +165,20 @@ class Stack(nn.Module):
 HOW = ["", "inside", "inside, reentrant", "around", "around, reentrant"]
 
 
-@on_stages_0_to_3
-@pytest.mark.parametrize("recompute", HOW)
+def some_slow(*values: Any, runs: bool) -> Any:
+    """Return a case of a test, which is marked slow unless it `runs` in CI."""
+    return pytest.param(*values, marks=() if runs else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("setting", "recompute"),
+    [
+        some_slow(setting, how, runs=how == HOW[-1] or setting is STAGE_3_BARE)
+        for setting in (STAGE_0, STAGE_1, STAGE_2, STAGE_3, STAGE_3_BARE)
+        for how in HOW
+    ],
+    ids=str,
+)
 @pytest.mark.ranks(2)
 def test_in_recomputed_blocks_it_trains_too(recompute: str, setting: Setting) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
@@ -302,8 +318,14 @@ def test_so_many_tiles_are_gathered_at_once_in_forward_and_in_backward(
 
 
 @pytest.mark.ranks("ranks")
-@pytest.mark.parametrize("recompute", HOW)
-@pytest.mark.parametrize(("ranks", "tier"), [(1, "nvme"), (2, "none"), (2, "nvme")])
+@pytest.mark.parametrize(
+    ("ranks", "tier", "recompute"),
+    [
+        some_slow(ranks, tier, how, runs=how == HOW[-1] or (ranks, tier) == (2, "none"))
+        for ranks, tier in ((1, "nvme"), (2, "none"), (2, "nvme"))
+        for how in HOW
+    ],
+)
 def test_a_block_adds_them_to_its_other_collectives_and_recomputation_adds_one(
     ranks: int, tier: str, recompute: str
 ) -> None:

@@ -571,7 +571,7 @@ def random_schedules(path: Path) -> None:
     """
     library = toy.register(os.environ[toy.LIBRARY_VARIABLE])
     is_full = bool(os.environ.get("DEEPSEEK_ZERO_FULL"))
-    steps = 100 if is_full else 10
+    steps = 100 if is_full else 5
     low: Zero = {"bf16": {"enabled": True}}
     kinds: list[tuple[Zero, int]] = [
         (low | {"gradient_clipping": clip}, accumulation)
