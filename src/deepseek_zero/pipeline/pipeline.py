@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
-from ..comm.collectives import Comm
+from ..comm.collectives import Comm, propagate_errors
 from ..sharding.runtime import Runtime
 from .chain import Chain
 from .executor import PipelineExecutor, StepOutcome
@@ -238,15 +238,15 @@ class Pipeline:
             device that is the same on every rank.
 
         Raises:
-            UsageError: The model returned no loss in the last stage, or the schedule does not
-                support this number of micro-batches.
+            UsageError: `micro_batches` is empty, the model returned no loss in the last stage, or
+                the schedule does not support this number of micro-batches.
             PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank must call it.
         """
-        # `LossFactor` divides gradients by the accumulation steps
-        factor = self.runtime.settings.accumulation / len(micro_batches)
+        # `LossFactor` divides gradients by the accumulation steps. `run` refuses an empty list.
+        factor = self.runtime.settings.accumulation / max(len(micro_batches), 1)
         return self._agree(self.run(micro_batches, scale=factor).losses)
 
     def run(
@@ -273,16 +273,23 @@ class Pipeline:
             ranks, both are None.
 
         Raises:
-            UsageError: The schedule does not support this number of micro-batches, or `trains` is
-                True and the model returned no loss in the last stage.
+            UsageError: `micro_batches` is empty, the schedule does not support this number of
+                micro-batches, or `trains` is True and the model returned no loss in the last stage.
             PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank of the pipeline must call it. Data-parallel ranks must call it
             too, because they gather weights and reduce gradients together.
         """
-        table = self.schedule(len(micro_batches), trains=trains)
-        keys = self._keys(micro_batches)
+        with propagate_errors(self.executor.links.world):
+            if not micro_batches:
+                raise UsageError(
+                    "a pipeline was given no micro-batches.",
+                    "A step runs at least one, and its loss is their mean.",
+                    "pass at least one micro-batch, the same number on every rank.",
+                )
+            table = self.schedule(len(micro_batches), trains=trains)
+            keys = self._keys(micro_batches)
         return self.executor.run(
             table, micro_batches, keys=keys, scale=scale, keeps_outputs=not trains
         )
@@ -306,8 +313,9 @@ class Pipeline:
             without the last stage.
 
         Raises:
-            UsageError: `has_loss` is True, and the model returned no loss in the last stage. The
-                error is raised on the ranks with this stage.
+            UsageError: `micro_batches` is empty, or `has_loss` is True and the model returned no
+                loss in the last stage. In the second case, ranks without this stage raise
+                PeerError.
             PeerError: Another rank failed or issued a different collective.
 
         Note:
@@ -319,7 +327,7 @@ class Pipeline:
         losses = None
         if has_loss and outcome.outputs is not None:
             last = self.executor.stages[len(self.staged.placement) - 1]
-            with torch.no_grad():
+            with propagate_errors(self.executor.links.world), torch.no_grad():
                 pairs = zip(outcome.outputs, micro_batches, strict=True)
                 losses = [last.loss(output, micro) for output, micro in pairs]
         return self._agree(losses) if has_loss else None, outcome.outputs if keeps_outputs else None

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.pipeline.chain import Chain, find_chain
 from deepseek_zero.pipeline.layers import Labelled, LayerSpec, LayerStages
 from deepseek_zero.pipeline.pipeline import Pipeline, StagedModel, cut_model
 from deepseek_zero.pipeline.stage import MicroBatch
 from deepseek_zero.pipeline.ties import Ties
-from tests.in_process import Rank, optimizer_over, run_ranks, sharded
+from tests.in_process import Rank, World, optimizer_over, run_ranks, sharded
 from tests.models import Block, Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS
 
@@ -123,3 +124,30 @@ def test_layers_that_cannot_be_cut_are_reported_before_any_is_cut() -> None:
         model = gpt()
         cut_model(model, chain_of(model), mesh, schedule="interleaved", virtual=3)
     assert torch.is_grad_enabled()
+
+
+def on_two_ranks(body: Callable[[Pipeline], Any]) -> list[Any]:
+    """Run `body` with a pipeline of `gpt()` on two ranks; return each rank's result or error."""
+
+    def on_rank(rank: Rank) -> Any:
+        mesh = WHOLE.on_world(rank.size, rank.index)
+        model = gpt()
+        staged = cut_model(model, chain_of(model), mesh)
+        runtime = sharded(rank, model, WHOLE, reduces_once=True)
+        return body(Pipeline(staged, ties_of(staged, rank, mesh), rank.comm, mesh, runtime))
+
+    return World[Any](2, timeouts=20).outcomes(on_rank)
+
+
+def test_an_evaluation_without_a_loss_raises_on_every_rank() -> None:
+    unlabelled = [MicroBatch((), {"tokens": micro.kwargs["tokens"]}) for micro in given(0, 0)]
+    first, last = on_two_ranks(lambda pipeline: pipeline.evaluate(unlabelled))
+    assert isinstance(last, UsageError) and "the model returned no loss" in str(last)
+    assert isinstance(first, PeerError) and "the model returned no loss" in str(first)
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate"])
+def test_a_step_without_micro_batches_is_refused_on_every_rank(name: str) -> None:
+    for found in on_two_ranks(lambda pipeline: getattr(pipeline, name)([])):
+        assert isinstance(found, UsageError)
+        assert "a pipeline was given no micro-batches" in str(found)
