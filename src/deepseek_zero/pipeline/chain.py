@@ -118,9 +118,8 @@ def find_chain(
         ChainError: The model has no list of blocks, its forward cannot run on fake tensors, or the
             blocks are not a chain. In a chain, the forward calls each block once and in order, and
             passes to it only the output of the previous block and values that follow from the
-            model's inputs. No buffer is written in one block and used in another.
-        AttributeError: The model has no module with the name `blocks`.
-        ValueError: The module `blocks` has no children.
+            model's inputs. No buffer is written in one block and used in another. The error is
+            also raised if the model has no module `blocks`, or if this module has no children.
     """
     container = container_of_blocks(model) if blocks is None else blocks
     if container is None:
@@ -130,9 +129,24 @@ def find_chain(
             "Sequential.",
             REMEDY,
         )
+    _check_blocks(model, container)
     run = _FakeRun(model, container)
     run.watch(args, dict(kwargs or {}))
     return run.chain()
+
+
+def _check_blocks(model: nn.Module, name: str) -> None:
+    """Raise ChainError unless the model has a module of this name with children."""
+    why = "The children of the module `blocks` are the blocks between which a pipeline cuts."
+    fix = "pass the full name of the module that contains the blocks, or leave `blocks` out."
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        raise ChainError(
+            f"{type(model).__name__} has no module named '{name}'.", why, fix
+        ) from None
+    if not list(module.children()):
+        raise ChainError(f"'{name}' ({type(module).__name__}) has no children.", why, fix)
 
 
 def container_of_blocks(model: nn.Module) -> str | None:

@@ -497,3 +497,12 @@ def test_more_stages_than_blocks_are_refused() -> None:
     model = Tower(2)
     with pytest.raises(UsageError, match="2 layers are cut into 3 stages"):
         cut_chain(model, find_chain(model, (X,)), 3)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [("layers", "no module named 'layers'"), ("first", "'first' .* has no children")],
+)
+def test_a_name_that_is_no_list_of_blocks_is_refused(blocks: str, said: str) -> None:
+    with pytest.raises(ChainError, match=said):
+        find_chain(Tower(2), (X,), blocks=blocks)
