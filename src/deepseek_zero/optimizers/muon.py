@@ -184,7 +184,8 @@ class Muon(Optimizer):
         Args:
             model: The model to which the parameters belong.
             groups: The parameter groups. Groups with the key `use_muon` are not divided. The
-                `params` of other groups must be iterables of tensors or of (name, tensor) pairs.
+                `params` of other groups may be a tensor, or an iterable of tensors or of (name,
+                tensor) pairs.
 
         Returns:
             The new parameter groups, each with the key `use_muon`. A divided group with parameters
@@ -201,10 +202,11 @@ class Muon(Optimizer):
             if group.get("use_muon") is not None:
                 divided.append(dict(group))
                 continue
+            members = _members(group)
             for kind in (True, False):
-                members = [m for m in group["params"] if _is_hidden(_tensor(m), outer) is kind]
-                if members:
-                    divided.append({**group, "params": members, "use_muon": kind})
+                chosen = [m for m in members if _is_hidden(_tensor(m), outer) is kind]
+                if chosen:
+                    divided.append({**group, "params": chosen, "use_muon": kind})
         return divided
 
     def add_param_group(self, param_group: Group) -> None:
@@ -222,8 +224,7 @@ class Muon(Optimizer):
                 dimensions.
             ValueError: The optimizer already has one of the parameters.
         """
-        given = param_group["params"]
-        members = [given] if isinstance(given, Tensor) else list(given)
+        members = _members(param_group)
         if param_group.get("use_muon") is None:
             kinds = {
                 kind: [m for m in members if (_tensor(m).ndim >= 2) is kind]
@@ -411,6 +412,12 @@ def _is_hidden(tensor: Tensor, outer: Collection[int]) -> bool:
 def _is_outer(name: str) -> bool:
     """Return whether a name is that of an embedding or a head."""
     return any("embed" in part or part in _NOT_HIDDEN for part in name.lower().split("."))
+
+
+def _members(group: Mapping[str, Any]) -> list[Any]:
+    """Return the members of a group, whose `params` may be a tensor or an iterable."""
+    given = group["params"]
+    return [given] if isinstance(given, Tensor) else list(given)
 
 
 def _tensor(member: Any) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -207,3 +210,14 @@ def test_a_vector_cannot_be_orthogonalised() -> None:
 def test_an_unknown_method_is_named() -> None:
     with pytest.raises(ConfigError, match="does not know ns_method 'cubic'"):
         Muon([torch.ones(2, 2)], ns_method="cubic")
+
+
+@pytest.mark.parametrize(
+    "given", [lambda weight: weight, lambda weight: iter([weight])], ids=["tensor", "iterator"]
+)
+def test_a_group_may_have_one_tensor_or_an_iterator(given: Callable[[Tensor], Any]) -> None:
+    model = nn.ModuleDict({"up": nn.Linear(4, 3), "lm_head": nn.Linear(3, 9)})
+    for weight, uses_muon in ((model["up"].weight, True), (model["lm_head"].weight, False)):
+        (group,) = Muon.divide_groups(model, [{"params": given(weight)}])
+        assert [id(member) for member in group["params"]] == [id(weight)]
+        assert group["use_muon"] is uses_muon
