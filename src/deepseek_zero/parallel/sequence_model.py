@@ -109,11 +109,18 @@ def own_tokens(
         A new batch with tensors of shape (samples, tokens / ranks, ...).
 
     Raises:
-        UsageError: The number of tokens is not divisible.
+        UsageError: The number of tokens is not divisible, or the batch contains neither `input_ids`
+            nor `inputs_embeds`.
     """
     found = dict(batch)
     places = places_of(attention, coordinate, ranks)
-    tokens = found["input_ids"] if "input_ids" in found else found["inputs_embeds"]
+    tokens = _first_given(found, "input_ids", "inputs_embeds")
+    if tokens is None:
+        raise UsageError(
+            f"a batch with {sorted(map(str, found))} has neither input_ids nor inputs_embeds.",
+            "Their second dimension is the number of tokens, which is cut over the ranks.",
+            "pass one of them in the batch.",
+        )
     samples, length = tokens.shape[:2]
     chunks = ranks * len(places)
     if length % chunks:
@@ -156,8 +163,8 @@ def own_part(model: nn.Module, batch: Any) -> Any:
 
     Raises:
         UsageError: The number of tokens is not divisible by the number of ranks, or by twice
-            that number if attention uses "all_gather".
-        KeyError: The batch contains neither `input_ids` nor `inputs_embeds`.
+            that number if attention uses "all_gather". The error is also raised if the batch
+            contains neither `input_ids` nor `inputs_embeds`.
     """
     shared = _SHARED.get(model)
     return shared.own_part(batch) if shared is not None and isinstance(batch, Mapping) else batch
@@ -175,8 +182,7 @@ def share_sequences(
     communicate themselves.
 
     Args:
-        model: The model, whose configuration is changed and on which hooks are registered. Call the
-            function only once for a model.
+        model: The model, whose configuration is changed and on which hooks are registered.
         comm: The communicator of the sequence-parallel ranks ("sp").
         settings: How attention accesses the tokens of other ranks, and whether the loss is averaged
             over the ranks; by default `SequenceSettings()`.
@@ -185,6 +191,7 @@ def share_sequences(
     Raises:
         NotBuiltError: Sequence parallelism does not support the model. The message contains the
             reason.
+        UsageError: The function was already called for the model or for a module of it.
 
     Note:
         The model's forward and backward are collective afterwards: every rank must run them. With
@@ -192,6 +199,12 @@ def share_sequences(
     """
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return
+    if any(module in _SHARED for module in model.modules()):
+        raise UsageError(
+            f"{type(model).__name__} already shares its sequences.",
+            "A second call would register its hooks twice.",
+            "create the model again for another engine or other settings.",
+        )
     settings = settings or SequenceSettings()
     shared = _Shared(model, comm, settings, choose_attention(model, comm.size, tp, settings))
     config: Any = model.config

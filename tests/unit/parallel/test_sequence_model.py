@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.cuts import cut
@@ -19,6 +19,7 @@ from deepseek_zero.parallel.sequence_model import (
     _Shared,
     choose_attention,
     own_part,
+    own_tokens,
     share_sequences,
 )
 from tests.in_process import Rank, run_ranks
@@ -330,3 +331,25 @@ def test_a_requested_router_loss_is_refused_by_name() -> None:
     model = made("MixtralConfig", "MixtralForCausalLM", MIXTURE | {"output_router_logits": False})
     with pytest.raises(NotBuiltError, match="output_router_logits is not built"):
         on_ranks(model, Mesh(sp=2), batch(0) | {"output_router_logits": True})  # type: ignore[dict-item]
+
+
+def test_a_model_is_shared_only_once() -> None:
+    def body(rank: Rank) -> None:
+        comm = rank.comm.lay_out(Mesh(sp=2).on_world(2, rank.index)).along["sp"]
+        model = tiny("llama")
+        share_sequences(model, comm)
+        for again in (model, model.model):
+            with pytest.raises(UsageError, match="already shares its sequences"):
+                share_sequences(again, comm)  # type: ignore[arg-type]
+
+    run_ranks(2, body)
+
+
+def test_a_batch_without_tokens_is_refused() -> None:
+    labels = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(UsageError, match="neither input_ids nor inputs_embeds"):
+        own_tokens({"labels": labels}, 0, 2)
+    with pytest.raises(UsageError, match="neither input_ids nor inputs_embeds"):
+        own_tokens({"labels": labels, "input_ids": None}, 0, 2)
+    found = own_tokens({"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 3)}, 0, 2)
+    assert found["inputs_embeds"].shape == (2, 2, 3)
