@@ -273,10 +273,11 @@ class TensorAxis:
             ids: Indices into the whole table, equal on every rank.
 
         Returns:
-            A tensor of shape ``(*ids.shape, width)``, equal on every rank. The embedding of an
-            index outside of the table is zero.
+            A tensor of shape ``(*ids.shape, width)``, equal on every rank.
 
         Raises:
+            IndexError: An index is outside of the table. As in `torch.nn.Embedding`, CUDA reports
+                such an index with an asynchronous assertion instead.
             PeerError: Another rank failed or issued a different collective.
 
         Note:
@@ -456,6 +457,8 @@ def look_up(
 ) -> Tensor:
     """Return the embeddings of the tokens whose rows this rank holds, and zeros for others.
 
+    An index outside of the whole table is handled as in `torch.nn.Embedding`, on every rank.
+
     Args:
         weight: This rank's rows of the table.
         part: How the table is split.
@@ -469,8 +472,10 @@ def look_up(
     ((start, stop),) = part.weight.ranges[coordinate]
     own = ids - start
     others = (own < 0) | (own >= stop - start)
+    # Indices outside of the whole table stay outside of this rank's rows, so `F.embedding` raises
+    others_in_table = others & (ids >= 0) & (ids < part.weight.shape[0])
     local_padding = padding - start if padding is not None and start <= padding < stop else None
-    found = F.embedding(own.masked_fill(others, 0), weight, local_padding)
+    found = F.embedding(own.masked_fill(others_in_table, 0), weight, local_padding)
     return found.masked_fill(others.unsqueeze(-1), 0)
 
 
