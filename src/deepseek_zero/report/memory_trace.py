@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import WeakStorage, dispatch_mode, without_torch_function
+from ..base.errors import UsageError
 from ..base.memory import segment_views
 from ..base.quantities import format_bytes, unit_of
 from .plots import (
@@ -154,7 +155,7 @@ class MemoryTrace:
 
         Raises:
             NotBuiltError: matplotlib is not installed, or `path` is a URL.
-            ValueError: No sample contains memory.
+            UsageError: No sample contains memory.
             OSError: The file cannot be written.
         """
         order = [
@@ -162,6 +163,12 @@ class MemoryTrace:
             *sorted({kind for sample in self.samples for kind in sample} - {*COLOURS}),
         ]
         kinds = [kind for kind in order if any(sample.get(kind) for sample in self.samples)]
+        if not kinds:
+            raise UsageError(
+                f"a memory trace of {len(self.samples)} samples has no memory to draw.",
+                "Memory is sampled in the block of `recording`.",
+                "run operators that allocate at least 1 KiB in that block before you draw.",
+            )
         unit_bytes, unit = unit_of(self.peak_bytes)
         figure = new_figure(8.4, 4.8)
         axes = figure.add_subplot()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import deepseek_zero
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.report.memory_trace import ACTIVATIONS, MemoryTrace
 
 WIDTH, ROWS = 64, 256
@@ -56,3 +57,13 @@ def test_freed_memory_is_not_counted() -> None:
         del z
     assert trace.peak_bytes == 8000
     assert sum(trace.samples[-1].values()) == 0
+
+
+def test_a_trace_without_memory_is_not_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace = MemoryTrace(dict, lambda: "forward")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="has no memory to draw"):
+            trace.draw(tmp_path / "memory.png")
+        trace.sample()
+    assert not (tmp_path / "memory.png").exists()
