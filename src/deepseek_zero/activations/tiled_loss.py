@@ -42,7 +42,7 @@ from ..sharding.runtime import Runtime
 from ..sharding.saved_tensor_hooks import others_see
 from ..sharding.sharded_parameter import ShardedParameter, owner_of
 from ..sharding.step_state import Phase
-from .tiles import each_tile
+from .tiles import check_rows, each_tile
 
 # Factor of gradients that are kept in fp16: a word's probability is often too small for fp16
 HALF_FACTOR = 256.0
@@ -568,7 +568,9 @@ def tile_loss(model: nn.Module, rows: int) -> None:
     Raises:
         NotBuiltError: The model is not a causal language model of transformers, or its output layer
             cannot be computed in tiles.
+        UsageError: `rows` is less than 1.
     """
+    check_rows(rows, "tiled_loss")
     owner = next((each for each in model.modules() if loss_name(each) == CAUSAL), None)
     head: Any = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]
     if owner is None or head is None:

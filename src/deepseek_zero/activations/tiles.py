@@ -305,6 +305,24 @@ class TiledMlp(nn.Module):
         )
 
 
+def check_rows(rows: int, key: str) -> None:
+    """Raise an error unless a tile has at least one token.
+
+    Args:
+        rows: Number of tokens per tile.
+        key: The key of `activation_checkpointing` that sets this number.
+
+    Raises:
+        UsageError: `rows` is less than 1.
+    """
+    if rows < 1:
+        raise UsageError(
+            f"activation_checkpointing.{key}: tiles of {rows} rows.",
+            "A tile has at least one token.",
+            "pass rows of at least 1, for example 1024.",
+        )
+
+
 def tile_mlps(model: nn.Module, rows: int) -> None:
     """Make feed-forward layers compute one tile of their tokens at a time in training.
 
@@ -322,7 +340,9 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
             tokens along "tp", or a layer contains a module that computes the result of a token from
             other tokens, such as a convolution. The model is then unchanged. A later forward raises
             this error if the tensors that a layer receives or returns do not have the same tokens.
+        UsageError: `rows` is less than 1.
     """
+    check_rows(rows, "tiled_mlp")
     named = {name: module for name, module in model.named_modules() if _is_mlp(module)}
     found = list(named.values())
     if not found:

@@ -201,3 +201,8 @@ def test_the_switch_in_the_configuration() -> None:
     assert found.logits is None
     torch.testing.assert_close(found.loss, model(**batch()).loss)
     engine.destroy()
+
+
+def test_tiles_without_rows_are_refused() -> None:
+    with pytest.raises(UsageError, match="tiles of 0 rows"):
+        tile_loss(nn.Linear(2, 2), 0)

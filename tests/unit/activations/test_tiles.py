@@ -423,3 +423,10 @@ def test_tensors_next_to_the_input_are_cut_with_it(kind: type[nn.Module]) -> Non
     tile_mlps(net, 3)
     torch.testing.assert_close(net.mlp(X, X + 1, scale=X[..., :1]), expected)
     torch.testing.assert_close(net.mlp(X, X + 1, scale=2), net.mlp.eval()(X, X + 1, scale=2))
+
+
+def test_tiles_without_rows_are_refused() -> None:
+    net = Net(PlainMLP())
+    with pytest.raises(UsageError, match="tiles of 0 rows"):
+        tile_mlps(net, 0)
+    assert type(net.mlp) is PlainMLP

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....base.errors import CheckpointError
+from ....base.errors import CheckpointError, UsageError
 from ....base.log import log_once
 from ....checkpoint import files
 from ....checkpoint.contents import IMPLEMENTATION_OPTIONS
@@ -250,7 +250,14 @@ def convert_to_deepspeed(
     Raises:
         CheckpointError: The checkpoint does not exist, is damaged or has no optimizer states. It is
             also raised if DeepSpeed's layout cannot represent the states.
+        UsageError: `stage` is not from 0 to 3.
     """
+    if stage is not None and not 0 <= stage <= 3:
+        raise UsageError(
+            f"convert_to_deepspeed was given stage {stage}.",
+            "DeepSpeed has the ZeRO stages 0 to 3.",
+            "pass 0, 1, 2 or 3, or leave stage out to keep the stage of the checkpoint.",
+        )
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)
         found = layout_of(source.folder)

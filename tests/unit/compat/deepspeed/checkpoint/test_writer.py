@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.base.errors import CheckpointError
+from deepseek_zero.base.errors import CheckpointError, UsageError
 from deepseek_zero.compat.deepspeed.checkpoint.reader import PickledObject, open_file
 from deepseek_zero.compat.deepspeed.checkpoint.writer import convert_to_deepspeed
 from tests.data.deepspeed.make import CASES
@@ -96,3 +96,10 @@ def test_another_stage_is_written_as_deepspeed_would_have(
 def test_files_that_name_no_parameter_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not say which parameter is in which group"):
         convert_to_deepspeed(DATA / "stage0_bf16", tmp_path / "out")
+
+
+@pytest.mark.parametrize("stage", [-1, 4])
+def test_an_unknown_stage_is_refused(tmp_path: Path, stage: int) -> None:
+    with pytest.raises(UsageError, match=f"stage {stage}"):
+        convert_to_deepspeed(DATA / "stage2", tmp_path / "out", stage=stage)
+    assert not (tmp_path / "out").exists()
