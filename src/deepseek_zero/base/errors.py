@@ -136,9 +136,9 @@ class IntegrityError(DeepSeekZeroError):
 
 
 class ModelMismatchError(DeepSeekZeroError):
-    """Raised if ranks have different names, shapes, dtypes, orders or settings.
+    """Raised if ranks have different names, shapes, dtypes, orders, settings or learning rates.
 
-    The difference is detected before any data is moved.
+    The difference is detected before any state changes.
     """
 
 

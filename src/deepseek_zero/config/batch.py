@@ -45,9 +45,9 @@ class BatchRequest:
         accumulation: Micro-batches per step.
         loader: The batch size of the program's own data loader, in samples; None without a loader.
             If `train` and `micro` are None, it is the micro-batch size.
-        micro_auto: Whether the micro-batch key is "auto". If it is, `train` is set and
-            `accumulation` is not, `loader` is the micro-batch size, provided that `train` is a
-            multiple of `loader` times `data_size`.
+        micro_auto: Whether the micro-batch key is "auto". In this case `loader` is used as the
+            micro-batch size if `train` is a multiple of `loader` times `data_size`, and
+            `accumulation` is None.
     """
 
     data_size: int

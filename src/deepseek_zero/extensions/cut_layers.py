@@ -59,8 +59,8 @@ class CutChoice:
 
     Attributes:
         cuts: The weights to cut, with the boundaries of their tiles.
-        left: The first names of the large parameters that stay whole, because `choose_cuts` does
-            not support a layer that uses them.
+        left: The names of the large parameters that stay whole, because `choose_cuts` does not
+            support a layer that uses them. A tied parameter is listed by the first of its names.
     """
 
     cuts: tuple[LayerCut, ...]

@@ -187,7 +187,8 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
         group_rank: Rank in the group.
 
     Returns:
-        The rank in the group of all ranks; `group_rank` itself, unchecked, if `group` is None.
+        The rank in the group of all ranks. If `group` is None or the group of all ranks, it is
+        `group_rank` itself, unchecked.
 
     Raises:
         ValueError: `group_rank` is not in `group`, or `group` is not a process group.
