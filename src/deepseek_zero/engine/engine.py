@@ -294,5 +294,5 @@ class Engine(StandsForModule):
 
     @property
     def device(self) -> torch.device:
-        """The device on which this rank computes, for example `cuda:0`."""
+        """The `torch.device` on which this rank computes."""
         return self.mesh.device
