@@ -182,6 +182,8 @@ class DeepSeekZeRO3(Exports, StandsForModule):
             self.config, model, mesh, None, None, leaf_module_names(model), example, None
         )
         parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}
+        if isinstance(parts.told.get("optimizer"), Mapping):
+            del parts.told["optimizer"]  # a section without the optimizer's name
         self.module = model
         self.runtime = parts.runtime
         self._loop = parts.loop
@@ -295,9 +297,9 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         """Return the optimizer state of each tensor in `param_groups`.
 
         If a model has been wrapped, moments that are stored in other memory or in fewer bits are
-        replaced by placeholders. `state_dict` returns their values.
+        first fetched and decoded, so the call may wait for transfers.
         """
-        return self.client.state
+        return self.client.state if self.sharded is None else self.sharded.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -353,16 +355,20 @@ class ZeroOptimizer(ScalesItself, Optimizer):
             self.sharded = ShardedOptimizer(shards)
         return self.sharded
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update the weights from the accumulated gradients.
 
         If a model has been wrapped and a gradient of some rank is not finite, the step changes no
-        weight and no state, unless `check_grad_overflow` is false. The return value is always None,
-        also with a closure.
+        weight and no state, unless `check_grad_overflow` is false.
 
         Args:
             closure: A function that computes the loss before the update, as in torch. It must be
                 None if a model has been wrapped.
+
+        Returns:
+            The loss that `closure` returned; None if `closure` is None.
 
         Raises:
             UsageError: There are several ranks and no wrapped model has these parameters, a closure
@@ -384,7 +390,8 @@ class ZeroOptimizer(ScalesItself, Optimizer):
                     "call DeepSeekZeRO3(model) before the first step; to train one model per "
                     f"process on purpose set {ALONE}=1, or use an optimizer of torch.",
                 )
-        optimizer.step(closure)
+        loss: float | None = optimizer.step(closure)
+        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the optimizer.

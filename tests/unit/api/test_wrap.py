@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -203,3 +205,58 @@ def test_functional_call_of_a_wrapped_model_is_refused_with_its_name() -> None:
     values = {name: param * 0.9 for name, param in model.named_parameters()}
     with pytest.raises(DeepSeekZeroError, match="functional_call"):
         torch.func.functional_call(model, values, (torch.ones(3, 4),))
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd", "lion", "lamb", "muon"])
+def test_a_step_runs_its_closure_once_with_gradients_and_returns_the_loss(kind: str) -> None:
+    net = Net()
+    group: dict[str, Any] = {"params": list(net.parameters())}
+    if kind == "muon":
+        group["use_muon"] = False
+    optimizer = ZeroOptimizer([group], lr=0.1, optimizer_type=kind)
+    before = copy.deepcopy(net.state_dict())
+    losses = list[torch.Tensor]()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        losses.append(loss)
+        return loss
+
+    with torch.no_grad():
+        found = optimizer.step(closure)
+    assert len(losses) == 1 and found is losses[0]
+    assert not torch.equal(net.head.weight, before["head.weight"])
+    assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("place", ["8bit", "nvme"])
+def test_the_state_of_a_wrapped_model_has_the_moments(place: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optimizer": {"moments": "8bit"}}
+    if place == "nvme":
+        section = {"device": "nvme", "nvme_path": str(tmp_path)}
+        settings = {"zero_optimization": {"stage": 3, "offload_optimizer": section}}
+    net = Net()
+    model = DeepSeekZeRO3(net, **settings)
+    optimizer = ZeroOptimizer(model.parameters(), lr=0.1, betas=(0.5, 0.9))
+    for _ in range(2):
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    shards = optimizer.param_groups[0]["params"]
+    assert sum(shard.numel() for shard in shards) >= sum(each.numel() for each in net.parameters())
+    for shard in shards:
+        moment = optimizer.state[shard]["exp_avg"]
+        assert moment.shape == shard.shape and moment.isfinite().all() and moment.any()
+
+
+def test_the_form_of_moments_is_not_compared_with_the_name_of_the_optimizer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = DeepSeekZeRO3(Net(), optimizer={"moments": "8bit"}, lr=0.5)
+    optimizer = ZeroOptimizer(model.parameters(), lr=0.1)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    assert "was told lr=0.5, the optimizer has lr=0.1" in caplog.text
+    assert "moments" not in caplog.text
