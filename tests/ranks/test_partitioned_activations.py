@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import deepseek_zero
 from deepseek_zero import checkpointing
+from deepseek_zero.activations import recompute
 from deepseek_zero.activations.partition import Gathering
 from deepseek_zero.base.errors import UsageError
 from tests.unit.parallel.tiny import batch, tiny
@@ -97,6 +98,27 @@ def test_all_gathers_except_the_first_overlap_with_recomputation() -> None:
     hidden = [any(first < place < last for place in computes) for first, last in spans]
     assert len(computes) == 2 * many and hidden == [False] + [True] * (many - 1)
     assert sum(hidden) / many >= 0.8
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_a_program_can_disable_sharding_and_enable_it_again() -> None:
+    engine = engine_of({"partition_activations": True}, 1, tp=2)
+    meter = engine.runtime.comm.along["tp"].meter
+    sent = []
+    for asked in (True, False, True):
+        checkpointing.partition_activations_in_checkpoint(asked)
+        meter.reset()
+        train(engine, 1)
+        sent.append(meter.sent_bytes.get("activations", 0))
+    checkpointing.configure(partition_activations=False)
+    checkpointing.configure(deepspeed_config={"activation_checkpointing": {}}, profile=False)
+    checkpointing.partition_activations_in_checkpoint(True)
+    meter.reset()
+    train(engine, 1)
+    sent.append(meter.sent_bytes.get("activations", 0))
+    assert sent[0] > 0 == sent[1] and sent[0] == sent[2] == sent[3]
+    recompute.release(recompute.current())
     engine.destroy()
 
 

@@ -68,7 +68,8 @@ class Recompute:
 
     Args:
         settings: Where inputs are kept, and which results are not recomputed.
-        tp: The tensor-parallel ranks over which inputs are sharded; None keeps them whole.
+        tp: The tensor-parallel ranks over which inputs are sharded if `settings.partitioned` is
+            true; None keeps inputs whole.
     """
 
     def __init__(self, settings: RecomputeSettings, tp: Comm | None = None) -> None:
@@ -120,7 +121,8 @@ class Recompute:
 
     def _open_memories(self) -> None:
         tier = self.settings.tier
-        if tier is None and self.tp is not None:
+        tp = self.tp if self.settings.partitioned else None
+        if tier is None and tp is not None:
             # Shares need an arena: a view of an input would keep the whole input
             tier = Tier.DEVICE
         self.parking: ActivationOffload | None = None
@@ -128,8 +130,8 @@ class Recompute:
         if tier is not None:
             open_memory = partial(_memory_for, replace(self.settings, tier=tier))
             self.parking = ActivationOffload(open_memory, self.settings.checkpoints)
-        if self.parking is not None and self.tp is not None:
-            self.partition = PartitionedInputs(self.tp, self.parking)
+        if self.parking is not None and tp is not None:
+            self.partition = PartitionedInputs(tp, self.parking)
 
     def close(self) -> None:
         """Free the memory of offloaded inputs, unless a graph still needs it."""
@@ -230,7 +232,8 @@ def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
 
     Args:
         settings: Where inputs are kept, and which results are not recomputed.
-        tp: The tensor-parallel ranks over which inputs are sharded; None keeps them whole.
+        tp: The tensor-parallel ranks over which inputs are sharded if `settings.partitioned` is
+            true; None keeps inputs whole.
 
     Returns:
         The new configuration, which `release` can undo.

@@ -88,8 +88,8 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
             `contiguous_checkpointing`, `num_checkpoints`, `checkpoint_in_cpu`, `synchronize` and
             `profile`. `synchronize` has no effect. Each other argument overrides one setting, and
             None leaves the setting unchanged. `partition_activations` can disable the sharding
-            that an engine has enabled, but cannot enable it. If it is true and sharding is not
-            enabled, the inputs stay whole, and rank 0 logs a message.
+            that an engine has enabled, and enable it again. If it is true and no engine has enabled
+            sharding, the inputs stay whole, and rank 0 logs a message.
 
     Raises:
         ConfigError: `deepspeed_config` is invalid.
@@ -108,7 +108,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
         remember_mpu(mpu_)
     before = recompute.current()
     settings = _changed(settings_of(deepspeed_config), words)
-    tp = before.tp if before is not None and settings.partitioned else None
+    tp = before.tp if before is not None else None
     if settings.partitioned and tp is None:
         log_once(
             "partition_activations: inputs of checkpoints are not cut: there are no "
@@ -123,8 +123,8 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
     The call is equivalent to `configure(partition_activations=partition_activation)`. It can
     disable the sharding that an engine has enabled with the configuration key
-    `activation_checkpointing.partition_activations`, but cannot enable it. If the argument is true
-    and sharding is not enabled, the inputs stay whole, and rank 0 logs a message.
+    `activation_checkpointing.partition_activations`, and enable it again. If the argument is true
+    and no engine has enabled sharding, the inputs stay whole, and rank 0 logs a message.
 
     Args:
         partition_activation: Whether to shard the inputs.
