@@ -426,8 +426,8 @@ def trim_heap() -> None:
     """Return free memory inside the C library's heap to the system.
 
     `KEPT_BYTES` on top of the heap are kept. A freed tensor under a small live allocation leaves a
-    hole. glibc (2.36) never places a tensor of the same size there, because the alignment that
-    torch requests does not fit. Nothing happens with other C libraries.
+    hole. glibc (measured with version 2.36) never places a tensor of the same size there, because
+    the alignment that torch requests does not fit. Nothing happens with other C libraries.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(KEPT_BYTES))

@@ -1,6 +1,6 @@
 """Updates in one pass over memory on an NVIDIA GPU.
 
-NVRTC compiles `update.cu` at the first update.
+NVRTC compiles `update.cu` while the optimizer is built, so that no step waits for it.
 """
 
 from __future__ import annotations

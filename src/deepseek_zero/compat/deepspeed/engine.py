@@ -275,14 +275,18 @@ COMPUTED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         lambda e: 2.0**e._config.fp16.initial_scale_power,
         "Return the initial value of the dynamic loss scale.",
     ),
-    "autotp_size": (_autotp_size, "Return the number of tensor-parallel ranks."),
+    "autotp_size": (
+        _autotp_size,
+        "Return the number of tensor-parallel ranks, or the requested number; 0 without one.",
+    ),
     "get_sequence_parallel_group": (
         lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
-        "Return the process group of the sequence-parallel ranks.",
+        "Return the process group of the sequence-parallel ranks; None without a process group.",
     ),
     "optimizer_name": (
         _optimizer_name,
-        "Return the configured name of the optimizer, or else its class name.",
+        "Return the configured name of the optimizer, or else its class name, or None without an "
+        "optimizer.",
     ),
     "get_mom": (
         lambda e: [group.get("momentum", group.get("betas", 0.0)) for group in _groups(e)],
@@ -290,7 +294,7 @@ COMPUTED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     ),
     "get_type": (
         lambda e: [group.get("type") for group in _groups(e)],
-        "Return the entry `type` of each parameter group.",
+        "Return the entry `type` of each parameter group, None where there is none.",
     ),
     "data_efficiency_config": (
         lambda e: data_efficiency(e.config),
