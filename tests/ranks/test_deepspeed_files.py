@@ -70,6 +70,8 @@ def test_a_genuine_checkpoint_is_read_bit_for_bit_at_any_world_size(world: int, 
     }
     assert_loaded(engine, case)
     assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (2, 16, 0)
+    assert engine.loaded_checkpoint_dp_world_size == 2
+    assert engine.loaded_checkpoint_mp_world_size == 1
     if CASES[case]["dtype"] == "fp16":
         told = {
             "dynamic": True,

@@ -71,6 +71,8 @@ class Engine(StandsForModule):
         self.micro_steps = 0
         self.skipped_steps = 0
         self.global_samples = 0
+        # Sizes of the data and model axes of the run that saved the loaded checkpoint
+        self.loaded_ranks: Mapping[str, int] | None = None
         self._boundary: bool | None = None
         self._backwards = 0  # number of backwards since the last step
         self.held_reductions = HeldReductions()

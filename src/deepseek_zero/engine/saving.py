@@ -95,6 +95,7 @@ class Trainer(Protocol):
     global_samples: int
     skipped_steps: int
     micro_steps: int
+    loaded_ranks: Mapping[str, int] | None
     _batch: Batch
 
     @property
@@ -249,6 +250,7 @@ def save_checkpoint(
     trainer = {name: getattr(engine, name) for name in COUNTERS}
     trainer["global_samples"] -= num_begun * engine._batch.micro * engine.mesh.data_size
     trainer["batch"] = _sizes(engine._batch)
+    trainer["ranks"] = {"data": engine.mesh.data_size, "model": engine.mesh.tp}
     trainer["scaler"] = (
         engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     )
@@ -464,6 +466,7 @@ def _restore_counters(
     for name in COUNTERS:
         setattr(engine, name, int(saved[name]))
     engine.micro_steps = engine.global_steps * engine._batch.accumulation
+    engine.loaded_ranks = saved.get("ranks")
     _warn_of_other_batch(engine, saved.get("batch"))
     scaler = saved["scaler"]
     if has_moments and engine.parts.scaler is not None and scaler is not None:

@@ -114,6 +114,17 @@ def test_every_public_method_and_property_of_the_engine_has_a_docstring() -> Non
     assert not undocumented
 
 
+@pytest.mark.parametrize("layout", ["slices", "deepspeed"])
+def test_an_engine_names_the_sizes_of_the_run_that_saved(layout: str, tmp_path: Path) -> None:
+    config = CONFIG | {"checkpoint": {"layout": layout}}
+    engine_with(config).save_checkpoint(tmp_path)
+    engine = engine_with(config)
+    for module_only, expected in ((True, None), (False, 1)):
+        engine.load_checkpoint(tmp_path, load_module_only=module_only)
+        assert engine.loaded_checkpoint_dp_world_size == expected
+        assert engine.loaded_checkpoint_mp_world_size == expected
+
+
 def test_unknown_attributes_fall_through_to_the_model() -> None:
     engine = engine_with()
     assert engine.colour == "blue" and engine.line is engine.module.line

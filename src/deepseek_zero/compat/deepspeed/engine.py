@@ -89,6 +89,11 @@ def _optimizer_name(engine: Engine) -> str | None:
     return configured
 
 
+def _loaded_size(axis: str, engine: Engine) -> int | None:
+    """Return the size of an axis in the run that saved the loaded checkpoint, or None."""
+    return None if engine.loaded_ranks is None else engine.loaded_ranks[axis]
+
+
 _CURRICULUM = ("data_sampling", "curriculum_learning")
 
 
@@ -414,6 +419,8 @@ ATTRIBUTES |= {
     "has_moe_layers": lambda e: has_moe_layers(e.module)[0],
     "sparse_tensor_module_names": lambda e: set(),
     "warn_unscaled_loss": lambda e: False,
+    "loaded_checkpoint_dp_world_size": partial(_loaded_size, "data"),
+    "loaded_checkpoint_mp_world_size": partial(_loaded_size, "model"),
 }
 
 METHODS = (

@@ -218,6 +218,10 @@ def _completed(
         "lr_scheduler": all_from_plain(first.get("lr_scheduler")),
     }
     trainer["batch"] = _batch(first)
+    trainer["ranks"] = {
+        "data": int(first["dp_world_size"]),
+        "model": int(first.get("mp_world_size") or 1),
+    }
     if (curriculum := first.get("data_sampler")) is not None:
         given = int(curriculum.get("consumed_samples", 0))
         trainer["data"] = {"epoch": 0, "samples": given, "curriculum": curriculum}
