@@ -94,9 +94,10 @@ class PipelineModule(LayerStages):
             the stages send the shapes with every activation.
 
     Raises:
-        UsageError: Neither `num_stages` nor `topology` is given, `num_stages` does not divide the
-            world size, there are fewer layers than stages, a layer of this rank's stage cannot be
-            called, or `partition_method` is unknown or matches no layer.
+        UsageError: Neither `num_stages` nor `topology` is given, `num_stages` is less than 1 or
+            does not divide the world size, `topology` has no axis "pipe", there are fewer layers
+            than stages, a layer of this rank's stage cannot be called, or `partition_method` is
+            unknown or matches no layer.
         NotBuiltError: `partition_method` is "profile", or a layer of this rank's stage is itself a
             `PipelineModule`.
         AssertionError: `topology` does not have as many ranks as the world, or
@@ -132,7 +133,12 @@ class PipelineModule(LayerStages):
             )
         world_size = comm.get_world_size()
         stages = topology.get_dim("pipe") if topology is not None else num_stages
-        assert stages is not None
+        if not stages or stages < 1:
+            raise UsageError(
+                f"a pipeline cannot have {stages} stages.",
+                "`num_stages` is less than 1, or `topology` has no axis named pipe.",
+                "pass num_stages=2, or a topology with an axis pipe.",
+            )
         if topology is None:
             if world_size % stages:
                 raise UsageError(

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from ...base.errors import DeepSeekZeroError
+from ...base.errors import DeepSeekZeroError, UsageError
 from ...engine.whole_steps import evaluate, own_batches, train_batch
 from . import activation_checkpointing
 from .engine import DeepSpeedEngine
@@ -144,12 +144,22 @@ class PipelineEngine(DeepSpeedEngine):
         """Set the loader that `train_batch` reads if it is called without an iterator.
 
         The loader replaces that of an earlier `set_dataiterator` or `set_dataloader`. When it ends,
-        `train_batch` starts to read it from the beginning.
+        `train_batch` starts to read it from the beginning, and raises `UsageError` if it yields
+        nothing.
         """
 
         def again() -> Iterator[Any]:
-            while True:
-                yield from loader
+            is_empty = False
+            while not is_empty:
+                is_empty = True
+                for item in loader:
+                    is_empty = False
+                    yield item
+            raise UsageError(
+                "the loader of the pipeline yields no batch.",
+                "It is empty, or it is an iterator that has ended.",
+                "pass a DataLoader, which can be read again, with at least one batch.",
+            )
 
         self._data = again()
 

@@ -147,6 +147,28 @@ def test_errors_are_deepspeeds() -> None:
     assert issubclass(PipelineError, Exception)
 
 
+def test_a_pipeline_without_stages_is_refused() -> None:
+    layers = [nn.Linear(2, 2)]
+    with pytest.raises(UsageError, match="cannot have 0 stages"):
+        PipelineModule(layers, num_stages=0)
+    with pytest.raises(UsageError, match="no axis named pipe"):
+        PipelineModule(layers, topology=ProcessTopology(axes=["data"], dims=[1]))
+
+
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_a_loader_that_yields_nothing_ends_training(one_shot: bool) -> None:
+    """It would be read again forever."""
+    module = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss())
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+    engine = deepseek_zero.initialize(model=module, config=config)[0]
+    batch = (torch.ones(1, 2), torch.ones(1, 2))
+    engine.set_dataloader(iter([batch]) if one_shot else [])
+    if one_shot:
+        engine.train_batch()
+    with pytest.raises(UsageError, match="yields no batch"):
+        engine.train_batch()
+
+
 def test_a_modules_stages_and_the_runs_are_the_same() -> None:
     module = PipelineModule([nn.Linear(2, 2)], num_stages=1)
     with pytest.raises(UsageError, match="mesh= has pp=2, but PipelineModule has pp=1"):
