@@ -37,8 +37,9 @@ def set_z3_leaf_modules(
 
     Args:
         model: The model, before `initialize`.
-        leaf_module_classes: Classes, given as types, class names, or class names with the module. A
-            type also selects instances of its subclasses; a name does not.
+        leaf_module_classes: Classes, given as types, class names, or fully qualified class names
+            such as "package.file.Block". A type also selects instances of its subclasses; a name
+            does not.
         raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:
@@ -63,8 +64,9 @@ def unset_z3_leaf_modules(
 
     Args:
         model: The model, before `initialize`.
-        leaf_module_classes: Classes, given as types, class names, or class names with the module. A
-            type also selects instances of its subclasses; a name does not.
+        leaf_module_classes: Classes, given as types, class names, or fully qualified class names
+            such as "package.file.Block". A type also selects instances of its subclasses; a name
+            does not.
         raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:

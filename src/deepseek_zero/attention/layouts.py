@@ -73,7 +73,7 @@ class BlockLayout:
     def variant(self, head: int) -> int:
         """Return the number that identifies the layout of a head in calls to `rows`.
 
-        Heads with the same layout have the same number.
+        Heads with the same number have the same layout.
 
         Args:
             head: The index of the head in the layer.

@@ -77,7 +77,9 @@ class Pattern:
         return cls(blocks, behind, 0 if is_causal else reach)
 
     def variant(self, head: int) -> int:
-        """Return a number that is equal for heads with the same layout.
+        """Return a number that identifies the layout of a head.
+
+        Heads with the same number have the same layout.
 
         Args:
             head: The index of the head in the layer.

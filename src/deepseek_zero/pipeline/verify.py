@@ -74,9 +74,9 @@ def simulate(
 ) -> tuple[list[TimedAction], float]:
     """Simulate a step of a pipeline schedule, to find its timeline and its duration.
 
-    A receive waits for the matching send. A send waits while the other rank has not yet received
-    `PipelineSchedule.in_flight` messages of the sending rank that were sent in the same direction
-    of the model. The sum of tied gradients waits for all ranks that share weights. Messages,
+    A receive waits for the matching send. A send waits while the receiving rank has
+    not yet received n earlier messages of the same sender in the same direction, to later or to
+    earlier stages. n is the sender's entry in `PipelineSchedule.in_flight`. The sum of tied gradients waits for all ranks that share weights. Messages,
     gathers and reductions take no time.
 
     Args:

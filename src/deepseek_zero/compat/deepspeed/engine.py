@@ -319,11 +319,11 @@ COMPUTED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     ),
     "curriculum_learning_config": (
         lambda e: data_efficiency(e.config, *_CURRICULUM),
-        "Return the section of the curriculum, as a dict.",
+        "Return `data_efficiency.data_sampling.curriculum_learning` with defaults, as a dict.",
     ),
     "random_ltd_config": (
         lambda e: data_efficiency(e.config, "data_routing", "random_ltd"),
-        "Return the section of random layerwise token dropping, as a dict.",
+        "Return `data_efficiency.data_routing.random_ltd` with its defaults, as a dict.",
     ),
     "log_level": (
         lambda e: e._config.log_level and e._config.log_level.upper(),
