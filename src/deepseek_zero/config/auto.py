@@ -43,8 +43,9 @@ class Facts:
             model replica were data-parallel ranks.
         device_type: Type of the ranks' device.
         has_bf16: Whether the device has native bf16.
-        launched: Whether a launcher started the ranks. If false and `world_size` is 1, `resolve`
-            replaces a configured number of data-parallel ranks instead of raising an error.
+        launched: Whether a launcher started the ranks. If a configured number of data-parallel
+            ranks differs from the actual number, `resolve` raises an error. If `launched` is false
+            and `world_size` is 1, it uses the actual number instead.
         hidden_size: The model's hidden size, or None if unknown.
         loader_micro_batch: The batch size of the program's data loader in samples; None without a
             loader.

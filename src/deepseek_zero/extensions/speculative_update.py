@@ -71,8 +71,8 @@ class SpeculativeUpdate(UpdatePolicy):
 
     Attributes:
         budget: The largest size of the undo log in bytes.
-        units: The shards of the units that may be updated during backward, in lists that are
-            updated together, by unit number.
+        units: For the number of each unit that may be updated during backward, the lists of its
+            shards. The shards of one list are updated together.
         updated: The number of updates of units that ran during backward, over all steps.
         undone: The number of these updates that were undone.
     """
@@ -357,7 +357,7 @@ def works_by_shard(cls: type[Optimizer]) -> bool:
 
 
 def unsupported_optimizer(cls: type[Optimizer]) -> UsageError:
-    """Create the error for an optimizer that `works_by_shard` does not support.
+    """Create the error for an optimizer that `super_offload` does not support.
 
     Args:
         cls: The class of the optimizer.

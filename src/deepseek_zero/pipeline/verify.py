@@ -74,10 +74,10 @@ def simulate(
 ) -> tuple[list[TimedAction], float]:
     """Simulate a step of a pipeline schedule, to find its timeline and its duration.
 
-    A receive waits for the matching send. A send waits while the receiving rank has
-    not yet received n earlier messages of the same sender in the same direction, to later or to
-    earlier stages. n is the sender's entry in `PipelineSchedule.in_flight`. The sum of tied gradients waits for all ranks that share weights. Messages,
-    gathers and reductions take no time.
+    A receive waits for the matching send. A send waits while the receiving rank has not yet
+    received n earlier messages of the same sender in the same direction, to later or to earlier
+    stages. n is the sender's entry in `PipelineSchedule.in_flight`. The sum of tied gradients waits
+    for all ranks that share weights. Messages, gathers and reductions take no time.
 
     Args:
         schedule: The schedule to simulate, with the actions of every rank.

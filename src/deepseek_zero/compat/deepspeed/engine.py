@@ -258,7 +258,7 @@ COMPUTED: dict[str, tuple[Callable[[Engine], Any], str]] = {
     ),
     "zero_cpu_offload": (
         lambda e: e._config.zero_optimization.offload_optimizer.device == "cpu",
-        "Return whether optimizer states are offloaded to host memory.",
+        'Return whether `zero_optimization.offload_optimizer.device` is configured as "cpu".',
     ),
     "torch_autocast_dtype": (
         lambda e: e.runtime.settings.policy.autocast,
