@@ -100,27 +100,27 @@ def agree_on_norm(runtime: Runtime, options: list[dict[str, Any]], extra: StepMe
         Collective: every rank with the same parameters must call it.
     """
     groups = runtime.trained_groups
-    comm = runtime.comm
     is_edited = any(group.gradient.is_edited for group in groups)
     message = StepMessage()
-    own_flags = StepFlags(
-        any_late=bool(runtime.reductions.late),
-        any_edited=is_edited,
-        # No backward has produced a gradient, and the program has set none.
-        is_idle=not runtime.step.has_gradients and not is_edited,
-        any_graphless=runtime.step.is_graphless,
+    message.add(
+        "flags",
+        StepFlags(
+            any_late=bool(runtime.reductions.late),
+            any_edited=is_edited,
+            # No backward has produced a gradient, and the program has set none.
+            is_idle=not runtime.step.has_gradients and not is_edited,
+            any_graphless=runtime.step.is_graphless,
+        ),
     )
-    message.add("flags", own_flags)
-    facts: list[Any] = [*absent_among(groups)]
+    facts: list[Any] = list(absent_among(groups))
     for each in options:
-        values = map(each.get, SCHEDULED)
-        facts += [value for value in values if not isinstance(value, Tensor)]
+        facts += [value for value in map(each.get, SCHEDULED) if not isinstance(value, Tensor)]
     message.add("facts", [crc32(str(facts).encode())])
-    own_squares = squares_of([group.gradient.sum for group in groups])
-    message.add("squares", itertools.chain.from_iterable(own_squares))
+    sums_of_squares = squares_of([group.gradient.sum for group in groups])
+    message.add("squares", itertools.chain.from_iterable(sums_of_squares))
     message.add_all(extra)
-    fields = message.exchange(comm, "gradient norm")
-    owners = comm.owners  # for each slice, the ranks that hold it
+    fields = message.exchange(runtime.comm, "gradient norm")
+    owners = runtime.comm.owners  # for each slice, the ranks that hold it
     # For each group and rank, the sums of squares of all slices
     squares_by_group = [
         [row[first : first + len(owners)] for row in fields["squares"]]
@@ -135,8 +135,7 @@ def agree_on_norm(runtime: Runtime, options: list[dict[str, Any]], extra: StepMe
     # Late gradients are in no sum until they are reduced; the ranks agree again after that.
     if not flags.any_late and _differs_on_owners(groups, squares_by_group, owners):
         flags = flags._replace(any_edited=True)
-    facts_differ = len(set(fields["facts"])) > 1
-    return Verdict(root_of(sum(sums)), tuple(sums), flags, facts_differ, fields)
+    return Verdict(root_of(sum(sums)), tuple(sums), flags, len(set(fields["facts"])) > 1, fields)
 
 
 def root_of(square: float) -> float:
