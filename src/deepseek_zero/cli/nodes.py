@@ -26,6 +26,7 @@ from deepseek_zero.cli.hostfile import Slots, filter_slots, parse_filter, read_h
 from deepseek_zero.cli.launcher_options import START_EACH, WHERE, cli_option
 
 LAST_PORT = 65_535
+MOST_PROCESSES = 1024
 DEFAULT_PORT = 29500
 """Port of node 0 with several nodes and without --master_port; a single node uses any free port."""
 
@@ -201,6 +202,13 @@ def _check(options: RankOptions) -> None:
             f"--master_port is {options.master_port}.",
             why=f"Ports are numbers from 1 to {LAST_PORT}; below 1024 only root may listen.",
             fix="Leave it out for any free port, or name one that is free, for example 29500.",
+        )
+    if options.nproc is not None and options.nproc > MOST_PROCESSES:
+        raise UsageError(
+            f"--nproc {options.nproc} is more than the {MOST_PROCESSES} processes that are started "
+            "on one machine.",
+            why="Each process loads PyTorch and needs a few hundred MB of memory.",
+            fix="Start one process for each GPU, or for each pair of cores.",
         )
     if options.nproc is not None and options.num_gpus is not None:
         raise UsageError(

@@ -112,6 +112,7 @@ def test_a_slot_that_this_machine_lacks_is_refused() -> None:
         (RankOptions(master_port=-1), "--master_port is -1"),
         (RankOptions(nproc=2, master_port=99_999), "--master_port is 99999"),
         (RankOptions(nproc=2, num_gpus=2), "mutually exclusive"),
+        (RankOptions(nproc=100_000), "more than the 1024 processes"),
         (RankOptions(include="localhost:0", num_gpus=1), "mutually exclusive with --num_gpus"),
         (RankOptions(exclude="localhost:0", num_nodes=1), "mutually exclusive with --num_nodes"),
         (RankOptions(num_nodes=2), "need --node_rank and --master_addr"),
