@@ -123,16 +123,18 @@ class GatheredParameters(gathered_parameters.GatheredParameters):
     If the block raises an error, changes of the values are discarded.
 
     Args:
-        params: A parameter, several parameters, or a module.
-        modifier_rank: The world rank whose in-place changes all ranks adopt at exit. If None, the
-            values are read-only.
+        params: A parameter, several parameters, or a module. None is ignored.
+        modifier_rank: The rank whose in-place changes all ranks adopt at exit. If the model has
+            several parts ("tp", "pp"), its number among the ranks of a part. If None, the values
+            are read-only.
         fwd_module: Accepted and ignored.
         enabled: If False, the context has no effect.
 
     Raises:
         UsageError: A parameter was changed although `modifier_rank` is None. All ranks raise this
             error at exit. It is also raised if the memory of a parameter was replaced by a tensor
-            of another shape or dtype, or if the engine of a parameter was deleted.
+            of another shape or dtype, if the engine of a parameter was deleted, or if
+            `modifier_rank` is no rank.
 
     Note:
         Collective when the block begins and ends: every rank must pass the same parameters.

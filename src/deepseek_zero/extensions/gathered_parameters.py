@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..base.device import version_of, without_torch_function
 from ..base.errors import UsageError
+from ..base.given import refuse
 from ..comm.collectives import Comm, propagate_errors, scatter
 from ..planner.spec import R, S
 from ..planner.split import Split
@@ -119,17 +120,17 @@ class GatheredParameters:
     """Context manager that gathers parameters of an engine or of `zero.Init`.
 
     Args:
-        params: A parameter, several parameters, or a module. Parameters that are not sharded are
-            ignored.
-        modifier_rank: The rank whose in-place changes are broadcast to all ranks at exit. With
-            None, parameters are only read, and a change raises on all ranks, because it would be
-            lost.
+        params: A parameter, several parameters, or a module. Parameters that are not sharded, and
+            None, are ignored.
+        modifier_rank: The rank whose in-place changes are broadcast to all ranks at exit. If the
+            model has several parts ("tp", "pp"), its number among the ranks of a part. With None,
+            parameters are only read, and a change raises on all ranks, because it would be lost.
         fwd_module: Accepted for DeepSpeed's signature; not used.
         enabled: If false, the context does nothing.
 
     Raises:
-        UsageError: A parameter was changed and `modifier_rank` is None, or its memory was replaced
-            by a tensor of another shape or dtype.
+        UsageError: A parameter was changed and `modifier_rank` is None, its memory was replaced by
+            a tensor of another shape or dtype, or `modifier_rank` is no rank.
 
     Note:
         Collective at entry and at exit: every rank must enter it.
@@ -144,7 +145,7 @@ class GatheredParameters:
     ) -> None:
         if isinstance(params, nn.Module):
             params = list(params.parameters())
-        given: Iterable[Any] = [params] if isinstance(params, Tensor) else params
+        given: Iterable[Any] = [params] if isinstance(params, Tensor | None) else params
         # None is the bias of a layer without one
         self.params: list[nn.Parameter] = [param for param in given if param is not None]
         self.modifier_rank = modifier_rank
@@ -162,6 +163,7 @@ class GatheredParameters:
         self.groups = [group for group in groups if not group.is_pinned]
         self.enclosed = [group for group in groups if group in _holders]
         self.building = _under_construction(self.params)
+        self._refuse_unknown_rank(groups)
         copies = []
         with torch.inference_mode(False), torch.no_grad():
             for param, shard in self.building:
@@ -193,6 +195,20 @@ class GatheredParameters:
     def discard(self) -> None:
         """Leave the context without keeping changes, as after an exception."""
         self._reshard(None)
+
+    def _refuse_unknown_rank(self, groups: list[ParamGroup]) -> None:
+        """Raise UsageError if no rank is `modifier_rank`: each would keep its own changes."""
+        comms = [group.comm_ctx.world for group in groups[:1]]
+        comms += [shard.session.open_comm() for _, shard in self.building[:1]]
+        for comm in comms:
+            if self.modifier_rank is not None and self.modifier_rank not in range(comm.size):
+                raise refuse(
+                    "GatheredParameters",
+                    "modifier_rank",
+                    self.modifier_rank,
+                    f"the rank whose changes all ranks adopt, 0 to {comm.size - 1}",
+                    "name one of these ranks, or None to read the values only.",
+                )
 
     def _take_over(self) -> None:
         assert self.modifier_rank is not None
