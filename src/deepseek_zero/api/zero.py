@@ -56,8 +56,8 @@ class Init(zero_init.Init):
 
     Args:
         module: An existing module to shard immediately, or None.
-        dtype: The dtype to which values are cast when they are sharded; None keeps their dtype.
-            Parameters that a module declares as fp32 are not cast.
+        dtype: The dtype to which floating-point values are cast when they are sharded; None keeps
+            their dtype. Parameters that a module declares as fp32 are not cast.
         enabled: If False, the context has no effect.
         config_dict_or_path: A configuration. In a program that imports `deepspeed`, the dtype of
             this configuration is used if `dtype` is None. Otherwise the configuration has no

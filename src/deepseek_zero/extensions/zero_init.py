@@ -289,9 +289,9 @@ class Init:
     Args:
         module: A module that was built before, whose parameters are sharded immediately; None for
             no such module.
-        dtype: The dtype to which values are cast when they are sharded. If a module declares
-            parameters that stay fp32 (`full_precision_names`), all other values are cast when the
-            context ends, because their names are known only then.
+        dtype: The dtype to which floating-point values are cast when they are sharded. If a module
+            declares parameters that stay fp32 (`full_precision_names`), all others are cast when
+            the context ends, because their names are known only then.
         enabled: If false, the context does nothing.
 
     Note:
@@ -392,7 +392,9 @@ class Init:
 
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
         """Return the dtype in which a parameter is sharded."""
-        return param.dtype if self._declaring or self.dtype is None else self.dtype
+        if self._declaring or self.dtype is None or not param.is_floating_point():
+            return param.dtype
+        return self.dtype
 
     def _cast_rest(self) -> None:
         """Cast the remaining parameters, except those that a module keeps in fp32."""
@@ -442,7 +444,7 @@ class Init:
             Collective: every rank must call it.
         """
         dtype = self.dtype_of(param)
-        if self.dtype not in (None, dtype):
+        if self.dtype not in (None, dtype) and dtype.is_floating_point:
             self._uncast.append(weakref.ref(param))
         mine = _scatter_slices(self.open_comm(), param.data, 0, dtype).clone()
         self.own(param, type(param), mine)
