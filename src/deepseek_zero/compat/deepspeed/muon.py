@@ -6,10 +6,13 @@ that optimizer.
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
+from ...base.log import log_first
 from ...optimizers.muon import Muon, as_matrices, factor_of, orthogonalize
 
 __all__ = [
@@ -102,7 +105,8 @@ def muon_update(
         beta: Decay rate of the momentum.
         ns_steps: Number of Newton-Schulz iterations.
         nesterov: Whether to use Nesterov momentum.
-        ns_method: "standard" or "gram".
+        ns_method: "standard" or "gram". As in DeepSpeed, any other value means "standard", and
+            a warning is logged once.
         is_expert_group: Ignored; a tensor with three dimensions is always a batch of matrices.
         num_heads: Number of attention heads into which the rows are divided. The rows of each head
             are orthogonalized separately. None orthogonalizes the whole matrix.
@@ -114,21 +118,23 @@ def muon_update(
 
     Raises:
         ConfigError: `num_heads` is less than 1 or does not divide the number of rows, or it is
-            given for a batch of matrices. `momentum`, and with `nesterov` also `grad`, have then
-            already been changed.
+            given for a batch of matrices. No tensor is then changed.
     """
     if not bool(torch.isfinite(grad).all()):
         return grad
+    whole = as_matrices(grad)
+    if num_heads is not None and (whole.ndim != 2 or num_heads < 1 or len(whole) % num_heads):
+        raise ConfigError(
+            f"Per-head Muon cannot divide a weight of shape {tuple(grad.shape)} into "
+            f"{num_heads} heads.",
+            fix="pass a matrix with a multiple of num_heads rows.",
+        )
+    if ns_method not in NS_METHODS:
+        log_first(f"muon_update: ns_method {ns_method!r} means 'standard'.", logging.WARNING)
+        ns_method = "standard"
     momentum.lerp_(grad, 1 - beta)
-    update = grad.lerp_(momentum, beta) if nesterov else momentum
-    matrices = whole = as_matrices(update)
+    matrices = as_matrices(grad.lerp_(momentum, beta) if nesterov else momentum)
     if num_heads is not None:
-        if matrices.ndim != 2 or num_heads < 1 or len(matrices) % num_heads:
-            raise ConfigError(
-                f"Per-head Muon cannot divide a weight of shape {tuple(update.shape)} into "
-                f"{num_heads} heads.",
-                fix="pass a matrix with a multiple of num_heads rows.",
-            )
         matrices = matrices.reshape(num_heads, -1, matrices.shape[-1])
     direction = orthogonalize(matrices, ns_method, ns_steps) * factor_of(matrices)
     return direction.reshape(whole.shape).to(grad.dtype)

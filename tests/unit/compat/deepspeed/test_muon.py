@@ -27,8 +27,18 @@ def test_muon_update_by_heads_and_with_gradients_that_are_not_finite() -> None:
     torch.testing.assert_close(muon_update(grad.clone(), torch.zeros(8, 4), num_heads=2), by_head)
     kept, broken = torch.ones(8, 4), torch.full((8, 4), float("inf"))
     assert muon_update(broken, kept).isinf().all() and (kept == 1).all()
+    momentum, before = torch.zeros(8, 4), grad.clone()
     with pytest.raises(ValueError, match="3 heads"):
-        muon_update(grad, torch.zeros(8, 4), num_heads=3)
+        muon_update(grad, momentum, num_heads=3)
+    assert torch.equal(grad, before) and not momentum.any()
+
+
+def test_muon_update_warns_about_an_unknown_method(caplog: pytest.LogCaptureFixture) -> None:
+    grad = torch.randn(8, 4)
+    standard = muon_update(grad.clone(), torch.zeros(8, 4), ns_method="standard")
+    assert "ns_method" not in caplog.text
+    unknown = muon_update(grad.clone(), torch.zeros(8, 4), ns_method="grm")
+    assert torch.equal(unknown, standard) and "ns_method 'grm' means 'standard'" in caplog.text
 
 
 def test_marks_select_the_parameters_of_muon() -> None:
