@@ -30,12 +30,12 @@ class RandomStreams:
 
     def __init__(self) -> None:
         self._states: dict[str, Tensor] = {}
-        self._seeds = set[int]()
+        self._seeds: dict[str, int] = {}
 
     def reset(self) -> None:
         """Delete all streams."""
         self._states = {}
-        self._seeds = set()
+        self._seeds = {}
 
     def get_states(self) -> dict[str, Tensor]:
         """Return the generator state of each stream by name."""
@@ -55,7 +55,7 @@ class RandomStreams:
         Raises:
             UsageError: Another stream has the name or the seed.
         """
-        if seed in self._seeds or name in self._states:
+        if seed in self._seeds.values() or name in self._states:
             taken = f"the name '{name}'" if name in self._states else f"the seed {seed}"
             raise UsageError(
                 f"another stream has {taken}.",
@@ -66,9 +66,23 @@ class RandomStreams:
         before = device.get_rng_state()
         device.manual_seed(seed)
         self._states[name] = device.get_rng_state()
-        self._seeds.add(seed)
+        self._seeds[name] = seed
         device.set_rng_state(before)
         recompute.preserve(self)
+
+    def reseed(self, name: str, seed: int) -> None:
+        """Set a new seed for a stream.
+
+        Args:
+            name: Name of the stream.
+            seed: The new seed. `add` no longer refuses the old one.
+
+        Raises:
+            UsageError: There is no stream with this name.
+        """
+        with self.fork(name):
+            _device().manual_seed(seed)
+        self._seeds[name] = seed
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
@@ -143,8 +157,7 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
         UsageError: The stream does not exist, because `model_parallel_cuda_manual_seed` has not
             been called.
     """
-    with _STREAMS.fork():
-        _device().manual_seed(seed + OFFSET + _tensor_rank())
+    _STREAMS.reseed(MODEL_PARALLEL, seed + OFFSET + _tensor_rank())
 
 
 def _device() -> Any:

@@ -64,6 +64,9 @@ def test_streams_are_seeded_anew_and_wrong_ones_refused() -> None:
     with pytest.raises(UsageError, match=r"there is no stream 'expert'"), streams.fork("expert"):
         pass
     checkpointing.model_parallel_reconfigure_tp_seed(5)
+    with pytest.raises(UsageError, match=r"another stream has the seed 2723"):
+        streams.add("other", 5 + 2718)
+    streams.add("other", 3 + 2718)  # free again
     with streams.fork():
         assert torch.equal(
             torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(5 + 2718))
