@@ -50,7 +50,7 @@ def attend(
     Raises:
         UsageError: The shapes do not fit.
     """
-    _check(query, key, value, biases)
+    check_shapes(query, key, value, biases)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if has_no_values(query):
         return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
@@ -92,7 +92,8 @@ def tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[
     return (256,) if query.dtype.itemsize < 4 else (128, 256)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, biases: Sequence[Bias]) -> None:
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, biases: Sequence[Bias] = ()) -> None:
+    """Raise UsageError if the shapes of the arguments of `attend` do not fit together."""
     tensors = [each for each in biases if isinstance(each, Tensor)]
     shapes = [list(each.shape) for each in (query, key, value)]
     if not (

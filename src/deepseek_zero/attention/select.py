@@ -8,15 +8,18 @@ backward. The kernel is the same as for fixed layouts.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, shown
+from .attend import check_shapes
 from .layouts import Listed
 from .plan import AttentionShape, HeadGroup, Pattern, groups_of
 from .rows import attend_by_plan
+
+Chooser = Literal["head", "group"]
 
 
 def attend_selected(
@@ -27,7 +30,7 @@ def attend_selected(
     block: int,
     blocks: int,
     tile: int = 128,
-    chosen_by: Literal["head", "group"] = "head",
+    chosen_by: Chooser = "head",
     scale: float | None = None,
 ) -> Tensor:
     """Compute causal attention in which queries attend only to the blocks with the best scores.
@@ -52,10 +55,11 @@ def attend_selected(
         A tensor of shape ``(samples, heads, tokens, value_width)``.
 
     Raises:
-        UsageError: The shapes do not fit together, a size is less than 1, or `tile` does not divide
-            `block`.
+        UsageError: The shapes do not fit together, a size is less than 1, `tile` does not divide
+            `block`, or `chosen_by` is unknown.
     """
     table = select_blocks(query, key, block=block, blocks=blocks, tile=tile, chosen_by=chosen_by)
+    check_shapes(query, key, value)
     shape = AttentionShape.of(query, key)
     sharing = query.shape[1] // table.shape[1]
     groups = list[HeadGroup]()
@@ -76,7 +80,7 @@ def select_blocks(
     block: int,
     blocks: int,
     tile: int,
-    chosen_by: Literal["head", "group"] = "head",
+    chosen_by: Chooser = "head",
 ) -> Tensor:
     """Select the blocks of keys that each tile of queries attends to in `attend_selected`.
 
@@ -100,11 +104,19 @@ def select_blocks(
         `tiles` is ``ceil(tokens / tile)``, and `key_blocks` is ``ceil(tokens / block)``.
 
     Raises:
-        UsageError: The shapes do not fit together, a size is less than 1, or `tile` does not divide
-            `block`.
+        UsageError: The shapes do not fit together, a size is less than 1, `tile` does not divide
+            `block`, or `chosen_by` is unknown.
     """
+    if chosen_by not in get_args(Chooser):
+        raise UsageError(
+            f"chosen_by = {shown(chosen_by)}.",
+            "Blocks are chosen by each head, or by each group of heads that read the same keys.",
+            f"take one of {', '.join(get_args(Chooser))}.",
+        )
     if (
-        query.shape[2] != key.shape[2]
+        not query.dim() == key.dim() == 4
+        or query.shape[0] != key.shape[0]
+        or query.shape[2:] != key.shape[2:]
         or query.shape[1] % key.shape[1]
         or min(block, blocks, tile) < 1
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,3 +71,20 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
             attend_selected(query, key, value, block=block, blocks=2, tile=tile)
     with pytest.raises(UsageError, match="as many queries as keys"):
         attend_selected(query, key[:, :, :8], value[:, :, :8], block=8, blocks=2, tile=8)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "chosen_by"),
+    [
+        ([(1, 2, 32, 8), (1, 2, 32, 8), (1, 1, 32, 8)], "head"),  # fewer heads of values
+        ([(1, 2, 32, 8), (1, 2, 32, 8), (1, 2, 48, 8)], "head"),  # values of other tokens
+        ([(2, 2, 32, 8), (1, 2, 32, 8), (1, 2, 32, 8)], "head"),  # other samples
+        ([(1, 2, 32, 8), (1, 2, 32, 4), (1, 2, 32, 8)], "head"),  # another width
+        ([(2, 32, 8), (2, 32, 8), (2, 32, 8)], "head"),
+        ([(1, 2, 32, 8)] * 3, "groups"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(shapes: list[tuple[int, ...]], chosen_by: Any) -> None:
+    query, key, value = map(torch.zeros, shapes)
+    with pytest.raises(UsageError):
+        attend_selected(query, key, value, block=8, blocks=2, tile=8, chosen_by=chosen_by)
