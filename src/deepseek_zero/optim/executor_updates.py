@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..base.errors import UsageError
+from ..base.given import refuse
 from ..base.log import log_once
 from ..optimizers.registry import granularity_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.unit import Unit
 from .param_groups import are_updated_on_cpu, prefer_fused, with_replacements
-from .shard_set import ShardSet
+from .shard_set import ShardSet, unknown_parameter
 
 
 class ExecutorUpdates:
@@ -84,14 +85,25 @@ class ExecutorUpdates:
             param_group: Parameters of the wrapped model under "params", and their hyper-parameters.
 
         Raises:
-            UsageError: A parameter is already in a group, or a policy cannot add parameters.
+            UsageError: `param_group` has no parameters of the wrapped model, one of them is already
+                in a group, or a policy cannot add parameters. Nothing has changed.
 
         Note:
             Collective: every rank must call it, between two steps.
         """
         shards = self._shards
-        given = param_group["params"]
-        params = [given] if isinstance(given, Tensor) else list(given)
+        given = param_group.get("params") if isinstance(param_group, Mapping) else None
+        params = [given]
+        if isinstance(given, Iterable) and not isinstance(given, Tensor):
+            params = list(given)
+        if not all(isinstance(param, Tensor) for param in params):
+            raise refuse(
+                "add_param_group",
+                "param_group",
+                param_group,
+                'a dict with "params", a parameter or an iterable of parameters',
+                'pass one, for example {"params": model.head.parameters(), "lr": 1e-4}.',
+            )
         (group,) = with_replacements([{**param_group, "params": params}])
         names = {id(param) for params in shards.params_by_group for param in params}
         if any(id(param) in names for param in group["params"]):
@@ -100,6 +112,10 @@ class ExecutorUpdates:
                 "Each element is updated once, by the hyper-parameters of one group.",
                 "give add_param_group parameters that the optimizer does not have.",
             )
+        known = set(map(id, shards.runtime.groups))
+        for param in group["params"]:
+            if id(owner_of(param)) not in known:
+                raise unknown_parameter(param)
         for policy in shards.policies:
             policy.refuse_joining(
                 "add_param_group() was called",
