@@ -13,6 +13,7 @@ import sys
 from functools import cache
 
 from . import world
+from .errors import UsageError
 from .world import is_rank_zero
 
 logger = logging.getLogger("deepseek_zero")
@@ -43,24 +44,44 @@ def speak() -> None:
     """Log to stderr from now on, unless the program has configured logging.
 
     A second call has no effect.
+
+    Raises:
+        UsageError: The environment names a level that does not exist.
     """
     if not logger.hasHandlers():
         install()
 
 
 def install() -> None:
-    """Write the library's log to stderr, whatever else the program logs."""
+    """Write the library's log to stderr, whatever else the program logs.
+
+    Raises:
+        UsageError: The environment names a level that does not exist.
+    """
     handler = _StderrHandler()
     handler.setFormatter(_RankFormatter())
-    logger.addHandler(handler)
     set_first_level("INFO")
+    logger.addHandler(handler)
     logger.propagate = False
 
 
 def set_first_level(level: str) -> None:
-    """Set the logger's level unless the program or the environment has set one."""
-    if logger.level == logging.NOTSET:
-        logger.setLevel(os.environ.get(LEVEL, level).upper())
+    """Set the logger's level unless the program or the environment has set one.
+
+    Raises:
+        UsageError: The environment names a level that does not exist.
+    """
+    if logger.level != logging.NOTSET:
+        return
+    stated = os.environ.get(LEVEL) or level
+    try:
+        logger.setLevel(stated.upper())
+    except ValueError:
+        raise UsageError(
+            f"{LEVEL}={stated[:80]!r} is not a level of the log.",
+            "It sets the least important messages that are logged.",
+            f"set it to one of {', '.join(LEVELS)}, or unset it.",
+        ) from None
 
 
 @cache

@@ -151,8 +151,8 @@ def answer() -> None:
     Raises:
         SystemExit: The command ended with an exit code.
     """
-    speak()
     try:
+        speak()
         app()
     except DeepSeekZeroError as error:
         logger.error(str(error))

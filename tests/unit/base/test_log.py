@@ -76,3 +76,28 @@ def test_a_program_reads_the_requested_values(program: str) -> None:
     assert [
         line[: len(wanted)] for line, wanted in zip(lines, expected, strict=True)
     ] == expected, done.stderr
+
+
+@pytest.mark.parametrize(
+    "program", [[sys.executable, "-m", "deepseek_zero.cli", "version"], [sys.executable, "-c"]]
+)
+def test_a_level_that_does_not_exist_is_refused_with_advice(program: list[str]) -> None:
+    source = [f"import torch, deepseek_zero; {ENGINE}"] if program[-1] == "-c" else []
+    done = _run_with_level([*program, *source], "verbose")
+    assert "DEEPSEEK_ZERO_LOG_LEVEL='verbose' is not a level of the log." in done.stderr
+    assert "set it to one of debug, info, warning, error, critical" in done.stderr
+    if not source:
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+
+
+def test_an_empty_variable_sets_no_level() -> None:
+    done = _run_with_level([sys.executable, "-m", "deepseek_zero.cli", "version"], "")
+    assert done.returncode == 0, done.stderr
+
+
+def _run_with_level(command: list[str], level: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "DEEPSEEK_ZERO_LOG_LEVEL": level,
+    }
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
