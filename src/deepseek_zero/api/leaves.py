@@ -8,7 +8,7 @@ names of the leaf modules to the engine (`leaf_module_names`); no other code rea
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -28,7 +28,7 @@ class LeafNotFoundError(UsageError, ValueError):
 
 def set_z3_leaf_modules(
     model: nn.Module,
-    leaf_module_classes: Sequence[type[nn.Module] | str],
+    leaf_module_classes: Iterable[type[nn.Module] | str] | type[nn.Module],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
     """Make every module of the given classes a ZeRO-3 leaf module.
@@ -39,7 +39,7 @@ def set_z3_leaf_modules(
         model: The model, before `initialize`.
         leaf_module_classes: Classes, given as types, class names, or fully qualified class names
             such as "package.file.Block". A type also selects instances of its subclasses; a name
-            does not.
+            does not. A single class or name may be passed without a list.
         raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:
@@ -57,7 +57,7 @@ def set_z3_leaf_modules(
 
 def unset_z3_leaf_modules(
     model: nn.Module,
-    leaf_module_classes: Sequence[type[nn.Module] | str],
+    leaf_module_classes: Iterable[type[nn.Module] | str] | type[nn.Module],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
     """Undo `set_z3_leaf_modules` for every module of the given classes.
@@ -66,7 +66,7 @@ def unset_z3_leaf_modules(
         model: The model, before `initialize`.
         leaf_module_classes: Classes, given as types, class names, or fully qualified class names
             such as "package.file.Block". A type also selects instances of its subclasses; a name
-            does not.
+            does not. A single class or name may be passed without a list.
         raise_if_not_found: Whether to raise an error if no module has one of the classes.
 
     Returns:
@@ -80,7 +80,7 @@ def unset_z3_leaf_modules(
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Turn the modules with the given full names into ZeRO-3 leaf modules.
 
@@ -88,7 +88,7 @@ def set_z3_leaf_modules_by_name(
 
     Args:
         model: The model, before `initialize`.
-        module_names: Names as in `model.named_modules()`.
+        module_names: Names as in `model.named_modules()`, or a single name.
         raise_if_not_found: Whether to raise an error if a name belongs to no module.
 
     Returns:
@@ -102,7 +102,7 @@ def set_z3_leaf_modules_by_name(
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Turn the modules whose full names end with given suffixes into leaf modules.
 
@@ -110,7 +110,7 @@ def set_z3_leaf_modules_by_suffix(
 
     Args:
         model: The model, before `initialize`.
-        module_name_suffixes: Suffixes of names as in `model.named_modules()`.
+        module_name_suffixes: Suffixes of names as in `model.named_modules()`, or a single suffix.
         raise_if_not_found: Whether to raise an error if a suffix matches no module.
 
     Returns:
@@ -125,8 +125,10 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def _mark_named(
-    model: nn.Module, asked: Sequence[str], fits: Callable[[str, str], bool], must_find: bool
+    model: nn.Module, names: Iterable[str], fits: Callable[[str, str], bool], must_find: bool
 ) -> tuple[list[nn.Module], list[str]]:
+    # A string is an iterable of its characters.
+    asked = [names] if isinstance(names, str) else list(names)
     missing = set(asked)
     found = []
     for name, module in model.named_modules():
@@ -203,8 +205,12 @@ def z3_leaf_parameter(param: nn.Parameter) -> bool:
 
 
 def _mark_classes(
-    model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, must_find: bool
+    model: nn.Module,
+    given: Iterable[type[nn.Module] | str] | type[nn.Module],
+    flag: bool,
+    must_find: bool,
 ) -> list[nn.Module]:
+    classes = [given] if isinstance(given, type | str) else list(given)
     found = [module for module in model.modules() if _is_one_of(module, classes)]
     if must_find and not found:
         raise _not_found(model, classes)

@@ -92,6 +92,11 @@ def test_a_custom_schedule_is_the_programs_and_ends_at_the_maximum() -> None:
         ("fixed_linear", {"difficulty_step": 2}, "total_curriculum_step"),
         ("fixed_discrete", {"difficulty": [1, 2], "max_step": [1, 2]}, "2 difficulties and 2"),
         ("steeper", {}, "steeper"),
+        (
+            "fixed_linear",
+            {"total_curriculum_step": 0, "difficulty_step": 2},
+            "total_curriculum_step=0",
+        ),
     ],
 )
 def test_a_schedule_without_what_it_needs_is_refused(

@@ -50,6 +50,7 @@ def test_the_elastic_batch_is_deepspeeds() -> None:
         ({"max_train_batch_size": 4}, {}, 0, "exceeds max_train_batch_size 4"),
         ({}, {"train_batch_size": 4}, 0, "train_batch_size cannot be combined"),
         ({"max_batch": 1}, {}, 0, "no key max_batch"),
+        ({"min_gpus": 2000}, {}, 0, "no number of ranks from elasticity.min_gpus 2000 to"),
     ],
 )
 def test_an_elastic_section_that_cannot_be(

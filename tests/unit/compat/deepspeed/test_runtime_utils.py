@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from deepseek_zero.compat.deepspeed import runtime_utils as arithmetic
@@ -25,3 +27,20 @@ def test_norms_and_overflow_of_gradients() -> None:
     assert arithmetic.call_to_str("f", 1, a="b") == "f(1, a='b')" and arithmetic.prefix_sum_inc(
         [3, 4]
     ) == [3, 7]
+
+
+def test_tensors_of_a_generator_are_clipped() -> None:
+    tensors = [torch.tensor([3.0, 4.0])]
+    norm = arithmetic.clip_tensors_by_global_norm((each for each in tensors), 1.0)
+    assert float(norm) == 5.0
+    torch.testing.assert_close(tensors[0], torch.tensor([0.6, 0.8]))
+
+
+def test_the_largest_element_is_the_norm_of_experts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    operations = []
+    monkeypatch.setattr(dist, "all_reduce", lambda value, op, group: operations.append(op))
+    norm = arithmetic.get_global_norm_of_tensors(
+        [torch.tensor([3.0, -4.0])], float("inf"), moe_ep_group="experts"
+    )
+    assert float(norm) == 4.0 and operations == [dist.ReduceOp.MAX]
