@@ -284,15 +284,18 @@ def get_global_norm_of_tensors(
     Note:
         Collective: every rank of `mpu` and `moe_ep_group` must call it.
     """
-    norm = _norm_of(list(input_tensors), float(norm_type), mpu)
-    if moe_ep_group is not None:
+    norm_type = float(norm_type)
+    norm = _norm_of(list(input_tensors), norm_type, mpu)
+    if moe_ep_group is not None and norm_type == math.inf:
+        norm = _sum_over(norm, moe_ep_group, True)
+    elif moe_ep_group is not None:
         norm = _sum_over(norm.pow(norm_type), moe_ep_group).pow(1.0 / norm_type)
     mask_nan_or_inf_with_val_inplace(norm)
     return norm
 
 
 def clip_tensors_by_global_norm(
-    input_tensors: Sequence[Tensor],
+    input_tensors: Iterable[Tensor],
     max_norm: float = 1.0,
     global_norm: Any = None,
     mpu: Any = None,
@@ -310,12 +313,11 @@ def clip_tensors_by_global_norm(
     Returns:
         The norm before scaling.
     """
-    norm = (
-        get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
-    )
+    tensors = list(input_tensors)
+    norm = get_global_norm_of_tensors(tensors, mpu=mpu) if global_norm is None else global_norm
     factor = float(max_norm) / (float(norm) + eps)
     if factor < 1:
-        for tensor in input_tensors:
+        for tensor in tensors:
             tensor.detach().mul_(factor)
     return norm
 
