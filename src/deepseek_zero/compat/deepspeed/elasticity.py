@@ -69,11 +69,17 @@ def compute_elastic_config(
         the micro-batch size follows.
 
     Raises:
-        ElasticityConfigError: The section is invalid.
+        ElasticityConfigError: The section is invalid, or no number of ranks fits the batch.
         ElasticityIncompatibleWorldSize: The batch does not fit `world_size`.
     """
     section = _section(ds_config)
     batch, ranks = _elastic_batch(section)
+    if not ranks:
+        raise ElasticityConfigError(
+            f"no number of ranks from elasticity.min_gpus {section['min_gpus']} to max_gpus "
+            f"{section['max_gpus']} divides the batch {batch} into micro-batches.",
+            fix="lower min_gpus, raise max_gpus, or increase max_train_batch_size.",
+        )
     if world_size and world_size not in ranks:
         raise ElasticityIncompatibleWorldSize(
             f"world size {world_size} cannot train with the elastic batch {batch}.",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ....base.errors import UsageError
+from ....base.errors import UsageError, shown
 
 # schedule type -> required keys of schedule_config
 SCHEDULES = {
@@ -49,7 +49,8 @@ class CurriculumScheduler:
             schedule_config.
 
     Raises:
-        UsageError: A key is missing or schedule_type is unknown.
+        UsageError: A key is missing, schedule_type is unknown, or a number of the schedule is not
+            positive.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -72,6 +73,8 @@ class CurriculumScheduler:
         _refuse_missing(SCHEDULES[kind], schedule, f"schedule_config of {kind}")
         if kind == "fixed_discrete":
             _refuse_odd_lists(schedule)
+        else:
+            _refuse_zeros(SCHEDULES[kind], schedule)
         self.state["schedule_config"] = schedule
 
     def get_current_difficulty(self) -> Any:
@@ -135,6 +138,17 @@ def _refuse_missing(names: tuple[str, ...], given: Mapping[str, Any], where: str
         if name not in given:
             raise UsageError(
                 f"Curriculum learning requires '{name}' in {where}.", fix=f"state {name} there."
+            )
+
+
+def _refuse_zeros(names: tuple[str, ...], schedule: Mapping[str, Any]) -> None:
+    for name in names:
+        value = schedule[name]
+        if not isinstance(value, int | float) or not value > 0:
+            raise UsageError(
+                f"Curriculum learning got {name}={shown(value)} in schedule_config.",
+                "The schedule divides by it.",
+                f"state a positive number as {name}.",
             )
 
 
