@@ -57,7 +57,8 @@ def partition(
         The number of each stage's first layer, followed by the number of layers.
 
     Raises:
-        UsageError: There are fewer layers than stages, or the method is unknown or matches nothing.
+        UsageError: There are fewer layers than stages, the method is unknown or matches nothing, or
+            its regular expression is invalid.
         NotBuiltError: The method is "profile".
     """
     if len(layers) < stages:
@@ -73,9 +74,15 @@ def partition(
         return balanced([layer.trainable for layer in layers], stages)
     if name.startswith("type:"):
         pattern = method.split(":", 1)[1]
-        matches = [
-            int(re.search(pattern, layer.kind, re.IGNORECASE) is not None) for layer in layers
-        ]
+        try:
+            regex = re.compile(pattern, re.IGNORECASE)
+        except re.error as error:
+            raise UsageError(
+                f"partition {shown(method)} is no regular expression: {error}.",
+                "It is compared with the class name of each layer.",
+                "name a class, for example type:Block.",
+            ) from error
+        matches = [int(regex.search(layer.kind) is not None) for layer in layers]
         if not any(matches):
             kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
             raise UsageError(

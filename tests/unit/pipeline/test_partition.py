@@ -83,6 +83,8 @@ def test_invalid_layouts_are_refused() -> None:
         partition("profile", [LayerCost()] * 3, 3)
     with pytest.raises(UsageError, match="Partitioning method even not implemented"):
         partition("even", [LayerCost()] * 3, 3)
+    with pytest.raises(UsageError, match="is no regular expression: unterminated"):
+        partition("type:[", [LayerCost()] * 3, 3)
     assert issubclass(NotBuiltError, NotImplementedError)
 
 
