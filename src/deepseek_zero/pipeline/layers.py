@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, article, shown
+from ..base.given import whole_number
 from ..comm.collectives import Comm
 from ..planner.split import set_copy
 from .partition import LayerCost, partition
@@ -171,8 +172,9 @@ class LayerStages(nn.Module):
             with parameters.
 
     Raises:
-        UsageError: A layer of the stage cannot be called, there are fewer layers than stages, or
-            the method is unknown or matches no layer.
+        UsageError: A layer of the stage cannot be called, there are fewer layers than stages, the
+            method is unknown or matches no layer, a number is out of range, or layers in different
+            stages share a trained parameter without a `TiedLayerSpec`.
         NotBuiltError: A layer of the stage is a `LayerStages`, or the method is "profile".
     """
 
@@ -195,16 +197,19 @@ class LayerStages(nn.Module):
     ) -> None:
         super().__init__()
         self.num_stages = stages
-        self.index = index
+        self.index = whole_number("a list of layers", "index", index, 0, stages - 1)
         self.loss_fn = loss_fn
         self.seed_layers = seed_layers
         self.seed_fn = seed_fn
         self.base_seed = base_seed
-        self.activation_checkpoint_interval = checkpoint_interval
+        self.activation_checkpoint_interval = whole_number(
+            "a list of layers", "activation_checkpoint_interval", checkpoint_interval, 0
+        )
         self.activation_checkpoint_func = checkpoint_func
         self.checkpointable_layers = checkpointable
         self._layer_specs = list(layers)
         self.parts = list(partition(method, [_cost(layer) for layer in self._layer_specs], stages))
+        self._refuse_shared()
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs: list[Callable[..., Any]] = []
         self.micro_offset = 0
@@ -288,10 +293,10 @@ class LayerStages(nn.Module):
             A `LayerStages` with the layers of that stage.
 
         Raises:
-            UsageError: A layer of that stage cannot be called.
+            UsageError: A layer of that stage cannot be called, or there is no such stage.
             NotBuiltError: A layer of that stage is a `LayerStages`.
-            IndexError: `index` is not less than the number of stages.
         """
+        whole_number("stage", "index", index, 0, self.num_stages - 1)
         found = copy(self)
         nn.Module.__init__(found)  # without layers and hooks
         found.index = index
@@ -302,6 +307,21 @@ class LayerStages(nn.Module):
         found._build()
         found.seed_layers = self.seed_layers
         return found
+
+    def _refuse_shared(self) -> None:
+        """Raise an error if a trained parameter would be copied to several stages."""
+        found: dict[int, int] = {}  # By id of a parameter: its first layer
+        for number, layer in enumerate(self._layer_specs):
+            for param in layer.parameters() if isinstance(layer, nn.Module) else ():
+                first = found.setdefault(id(param), number)
+                if param.requires_grad and self.stage_owner(first) != self.stage_owner(number):
+                    raise UsageError(
+                        f"layers {first} and {number} share a parameter, and they are in stages "
+                        f"{self.stage_owner(first)} and {self.stage_owner(number)}.",
+                        "Each stage would train a copy of it.",
+                        "write both layers as a TiedLayerSpec with the same key, whose gradients "
+                        "are summed, or give each layer its own parameters.",
+                    )
 
     def _build(self) -> None:
         first = self.parts[self.index]
@@ -333,7 +353,15 @@ class LayerStages(nn.Module):
                 )
 
         params = dict(self.named_parameters())
+        names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         for name, stages in self.ties.items():
+            if self.index in stages and name not in names:
+                raise UsageError(
+                    f"'{name}' is shared by stages {', '.join(map(str, stages))}, and stage "
+                    f"{self.index} has no such parameter.",
+                    "The name follows from tied_weight_attr.",
+                    "let tied_weight_attr name a parameter of the layer, for example 'weight'.",
+                )
             if name in params and stages[0] != self.index:
                 set_copy(params[name])
 

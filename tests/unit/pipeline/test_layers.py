@@ -167,6 +167,38 @@ def test_objects_that_are_no_layer_are_refused() -> None:
         last.loss(torch.ones(2), Labelled(None))
 
 
+def test_a_parameter_in_several_stages_must_be_tied() -> None:
+    """Each stage would train its own copy."""
+    layer = nn.Linear(2, 2)
+    for shared in ([layer, nn.ReLU(), layer], [layer, nn.ReLU(), nn.Sequential(layer)]):
+        assert LayerStages(shared, 1, 0)(torch.ones(1, 2)).shape == (1, 2)
+        for index in range(2):
+            with pytest.raises(UsageError, match="layers 0 and 2 share a parameter"):
+                LayerStages(shared, 2, index)
+    layer.requires_grad_(False)
+    LayerStages([layer, nn.ReLU(), layer], 2, 0, method="uniform")
+
+
+def test_a_tied_weight_that_does_not_exist_is_refused() -> None:
+    misspelled = TiedLayerSpec("tokens", nn.Linear, 2, 2, tied_weight_attr="weights")
+    LayerStages([misspelled, misspelled], 1, 0)
+    for index in range(2):
+        with pytest.raises(UsageError, match=r"'tied_modules.tokens.weights' is shared by stages"):
+            LayerStages([misspelled, misspelled], 2, index)
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    """A negative interval ran no layer, and a negative index built no layer."""
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with pytest.raises(UsageError, match="activation_checkpoint_interval"):
+        LayerStages(layers, 1, 0, checkpoint_interval=-1)
+    for index in (-1, 2):
+        with pytest.raises(UsageError, match="index"):
+            LayerStages(layers, 2, index)
+        with pytest.raises(UsageError, match="index"):
+            LayerStages(layers, 2, 0).stage(index)
+
+
 def test_seeds_and_recomputation_are_by_layer() -> None:
     seeds: list[int] = []
     own = LayerStages(

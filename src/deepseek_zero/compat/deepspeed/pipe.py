@@ -96,8 +96,9 @@ class PipelineModule(LayerStages):
     Raises:
         UsageError: Neither `num_stages` nor `topology` is given, `num_stages` is less than 1 or
             does not divide the world size, `topology` has no axis "pipe", there are fewer layers
-            than stages, a layer of this rank's stage cannot be called, or `partition_method` is
-            unknown or matches no layer.
+            than stages, a layer of this rank's stage cannot be called, `partition_method` is
+            unknown or matches no layer, `activation_checkpoint_interval` is negative, or layers in
+            different stages share a trained parameter without a `TiedLayerSpec`.
         NotBuiltError: `partition_method` is "profile", or a layer of this rank's stage is itself a
             `PipelineModule`.
         AssertionError: `topology` does not have as many ranks as the world, or
