@@ -786,8 +786,10 @@ def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, A
     with undecorated():
         stand_in = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     stand_in.defaults = dict(getattr(optimizer, "defaults", stand_in.defaults))
+    # Schedules overwrite rates that are tensors in place, so the stand-in needs copies
     stand_in.param_groups = [
-        {**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups
+        {name: _copied(value) for name, value in group.items()} | {"params": [torch.zeros(1)]}
+        for group in optimizer.param_groups
     ]
     schedule = cls(stand_in, **settings)
     mark_stepped(stand_in)
@@ -796,3 +798,7 @@ def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, A
     rates = [group["lr"] for group in stand_in.param_groups]
     if not all(isinstance(rate, int | float | torch.Tensor) for rate in rates):
         raise TypeError(f"its rates are {shown(rates)}")
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -216,6 +216,20 @@ def test_a_schedule_drives_a_torch_optimizer_whose_rate_is_a_tensor(
     assert float(rate) == pytest.approx(schedule.get_last_lr()[0])
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupCosineLR", "LinearLR"])
+def test_a_schedule_by_name_gives_a_rate_that_is_a_tensor_the_same_values(name: str) -> None:
+    params = {"total_num_steps": 9} if name == "WarmupCosineLR" else {}
+    rates = []
+    for rate in (0.3, torch.tensor(0.3)):
+        optimizer = torch.optim.Adam([torch.ones(1)], lr=rate)
+        schedule = resolve_schedule(name, params, optimizer)
+        optimizer.step()
+        schedule.step()
+        schedule.step()
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+    assert rates[1] == pytest.approx(rates[0])
+
+
 def test_a_wrapped_optimizer_is_found_and_anything_else_is_refused() -> None:
     inner = groups(0.3)
     schedule = WarmupLR(SimpleNamespace(optimizer=inner), warmup_num_steps=0)
