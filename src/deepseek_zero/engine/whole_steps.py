@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import parallel, pipeline
 from ..base.errors import UsageError
+from ..base.given import refuse, whole_number
 from ..sharding.irregular_passes import reduce_step
 from .engine import Engine
 from .micro_batches import arguments_of, loss_of, mean_of_ranks
@@ -33,9 +34,9 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
         The mean loss over the micro-batches of all ranks: a scalar, the same on every rank.
 
     Raises:
-        UsageError: `data_iter` is None and the engine has no data loader, the model returns no
-            scalar loss, or the engine has no optimizer. With a pipeline, also if earlier forwards
-            have begun the step, or if `pipeline.rows` is "own".
+        UsageError: `data_iter` is None and the engine has no data loader, `data_iter` is not an
+            iterator, the model returns no scalar loss, or the engine has no optimizer. With a
+            pipeline, also if earlier forwards have begun the step, or if `pipeline.rows` is "own".
         StopIteration: The iterator yields fewer micro-batches than a step needs.
         SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
             (checkpoint.save_on_signal).
@@ -46,7 +47,8 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
     """
     accumulation = engine._batch.accumulation
     model = engine.module
-    batches = taken(engine, data_iter or own_batches(engine), accumulation)
+    given = own_batches(engine) if data_iter is None else iterator_of("train_batch", data_iter)
+    batches = taken(engine, given, accumulation)
     stages = engine.parts.pipeline
     if stages is None:
         losses = []
@@ -129,7 +131,7 @@ def evaluate(
         engine: The engine. At the end, it and all submodules of the model get the mode, training
             or evaluation, that the engine had before.
         data_iter: Iterator over micro-batches.
-        many: The number of micro-batches. None means as many as in a training step.
+        many: The number of micro-batches, at least 1. None means as many as in a training step.
         keeps_outputs: Whether to return the outputs of this rank's micro-batches.
         has_loss: Whether to compute the mean loss.
 
@@ -139,8 +141,9 @@ def evaluate(
         a pipeline, they are also None on ranks without the last stage.
 
     Raises:
-        UsageError: `has_loss` is true and the model returns no scalar loss, or the engine has a
-            pipeline and `pipeline.rows` is "own".
+        UsageError: `data_iter` is not an iterator, `many` is not a positive integer, `has_loss` is
+            true and the model returns no scalar loss, or the engine has a pipeline and
+            `pipeline.rows` is "own".
         StopIteration: The iterator yields fewer micro-batches than needed.
         PeerError: Another rank failed or issued a different collective.
 
@@ -149,8 +152,11 @@ def evaluate(
     """
     if engine.parts.loop is not None:
         engine.parts.loop.refuse_own_rows("eval_batch")
+    if many is not None:
+        whole_number("eval_batch", "num_micro_batches", many, 1)
     model = engine.module
-    batches = taken(engine, data_iter, many or engine._batch.accumulation)
+    given = iterator_of("eval_batch", data_iter)
+    batches = taken(engine, given, many or engine._batch.accumulation)
     stages = engine.parts.pipeline
     was_training = engine.training
     engine.eval()
@@ -176,6 +182,19 @@ def evaluate(
         return mean, outputs if keeps_outputs else None
     finally:
         engine.train(was_training)
+
+
+def iterator_of(call: str, given: Any) -> Iterator[Any]:
+    """Return the argument `data_iter` of a call.
+
+    Raises:
+        UsageError: It is not an iterator. A list or a loader would begin again in each call.
+    """
+    if not hasattr(given, "__next__"):
+        wanted = "an iterator over micro-batches"
+        raise refuse(call, "data_iter", given, wanted, "create it once: iter(loader).")
+    found: Iterator[Any] = given
+    return found
 
 
 def taken(engine: Engine, batches: Iterator[Any], many: int) -> list[Any]:

@@ -110,16 +110,16 @@ class PipelineEngine(DeepSpeedEngine):
             each micro-batch. The list is None on ranks that do not have the last stage.
 
         Raises:
-            UsageError: A micro-batch is not a pair, the loss is not a scalar, or `pipeline.rows` is
-                "own" and there are several stages.
+            UsageError: There is no data to read, `num_micro_batches` is not a positive integer, a
+                micro-batch is not a pair, the loss is not a scalar, or `pipeline.rows` is "own" and
+                there are several stages.
             StopIteration: The iterator yields fewer micro-batches than needed.
             PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank must call it.
         """
-        found = self._read(data_iter)
-        assert found is not None
+        found: Any = self._read(data_iter)
         outputs = evaluate(
             self, found, num_micro_batches, keeps_outputs=return_logits, has_loss=compute_loss
         )

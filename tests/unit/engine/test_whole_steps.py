@@ -1,0 +1,41 @@
+"""Test the arguments of whole steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import deepseek_zero
+from deepseek_zero.base.errors import UsageError
+
+BATCH = torch.ones(1, 2)
+
+
+class Mean(torch.nn.Linear):
+    """Returns the mean of its outputs as the loss."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).mean()
+
+
+def started() -> Any:
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    return deepseek_zero.initialize(model=Mean(2, 2), config=config, training_data=[BATCH[0]])[0]
+
+
+def test_micro_batches_that_are_not_an_iterator_are_refused() -> None:
+    engine = started()
+    for given in ([], [BATCH], torch.utils.data.DataLoader([BATCH])):
+        with pytest.raises(UsageError, match=r"train_batch\(data_iter=(.|\n)*iterator"):
+            engine.train_batch(given)
+        with pytest.raises(UsageError, match=r"eval_batch\(data_iter=(.|\n)*iterator"):
+            engine.eval_batch(given)
+    assert engine.global_steps == 0
+
+
+@pytest.mark.parametrize("many", [0, -1, True, "2"])
+def test_an_evaluation_of_no_micro_batches_is_refused(many: Any) -> None:
+    with pytest.raises(UsageError, match="num_micro_batches"):
+        started().eval_batch(iter([BATCH, BATCH]), many)
