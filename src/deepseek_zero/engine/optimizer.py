@@ -250,9 +250,13 @@ def _groups(model: nn.Module, params: Sequence[Any] | None) -> Groups:
     if params is None:
         params = [param for param in model.parameters() if param.requires_grad]
     if params and isinstance(params[0], dict):
-        return with_replacements({**group, "params": list(group["params"])} for group in params)
-    unnamed = [item[1] if isinstance(item, tuple) else item for item in params]
-    return with_replacements([{"params": unnamed}])
+        return with_replacements({**group, "params": _unnamed(group["params"])} for group in params)
+    return with_replacements([{"params": _unnamed(params)}])
+
+
+def _unnamed(members: Iterable[Any]) -> list[Any]:
+    """Return the parameters of a list that may have (name, parameter) pairs."""
+    return [item[1] if isinstance(item, tuple) else item for item in members]
 
 
 def move_rates(scheduler: Any, lr_kwargs: dict[str, Any]) -> None:

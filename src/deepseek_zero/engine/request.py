@@ -118,8 +118,8 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
         The elements of the argument as a list.
 
     Raises:
-        UsageError: The argument is neither a parameter nor a sequence of parameters, pairs or
-            groups.
+        UsageError: The argument is not an iterable of parameters, pairs or groups, or it has both
+            groups and others.
     """
     wanted = "an iterable of parameters, or of groups of them"
     if isinstance(given, Mapping):
@@ -158,4 +158,11 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
                     "pass parameters.",
                 )
         found.append(entry)
+    groups = [entry for entry in found if isinstance(entry, Mapping)]
+    if groups and len(groups) < len(found):
+        raise UsageError(
+            f"{call}({name}=...) got groups and parameters in one list.",
+            "A parameter outside a group has no options of its own.",
+            "put it into a group: {'params': [...]}.",
+        )
     return found

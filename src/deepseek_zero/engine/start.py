@@ -14,13 +14,13 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from .. import engine
 from ..base.device import CPU, default_device, has_fast_bf16
-from ..base.errors import UsageError
+from ..base.errors import UsageError, shown
 from ..base.given import whole_number
 from ..base.log import log_once
 from ..base.mesh import SHARD_AXES, Mesh, current_mesh
@@ -78,7 +78,11 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
     several = getattr(model_config, "hidden_sizes", None)
     if hidden is None and isinstance(several, list):
         hidden = max((size for size in map(_count, several) if size), default=None)
-    client = dict(request.optimizer.defaults) if isinstance(request.optimizer, Optimizer) else {}
+    defaults = request.optimizer.defaults if isinstance(request.optimizer, Optimizer) else {}
+    client = {
+        name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in defaults.items()
+    }
     if has_bf16 is None:
         has_bf16 = has_fast_bf16(mesh.device)
     return Facts(
@@ -209,9 +213,19 @@ def _schedule(parts: Parts, request: Request) -> Any:
             "pass one of the two, or do not pass the schedule.",
         )
     if given is not None:
-        is_factory = callable(given) and not hasattr(given, "step")
+        # A class has `step`, too, but creates a schedule
+        is_factory = callable(given) and (isinstance(given, type) or not hasattr(given, "step"))
         if is_factory:
-            return given(parts.optimizer)
+            built = given(parts.optimizer)
+            if not hasattr(built, "step"):
+                raise UsageError(
+                    f"the callable passed as lr_scheduler returned {shown(built)}, which is not a "
+                    "schedule.",
+                    "It is called with the engine's optimizer, and engine.step() calls the "
+                    "schedule's step().",
+                    "return a schedule, for example torch.optim.lr_scheduler.StepLR(optimizer, 1).",
+                )
+            return built
         scheduled = getattr(given, "optimizer", None)
         own = (request.optimizer, parts.optimizer, parts.optimizer.inner)
         if type(scheduled).__module__.startswith("torch.optim") and scheduled not in own:

@@ -22,6 +22,8 @@ CONFIG = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
+TRAINED = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
 
 def on_meta(blocks: int = 24) -> Gpt:
     with torch.device("meta"):
@@ -121,3 +123,52 @@ def test_a_schedule_of_another_optimizer_is_reported(
         model=model, optimizer=own, lr_scheduler=schedule, config={"train_batch_size": 1}
     )
     assert ("belongs to another optimizer" in caplog.text) == is_foreign
+
+
+def test_a_class_of_schedules_is_called_with_the_optimizer() -> None:
+    model = torch.nn.Linear(2, 2)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    kind = torch.optim.lr_scheduler.LinearLR
+    *_, schedule = deepseek_zero.initialize(
+        model=model, optimizer=own, lr_scheduler=kind, config={"train_batch_size": 1}
+    )
+    assert isinstance(schedule, kind)
+
+
+def test_a_callable_that_returns_no_schedule_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="returned None, which is not a schedule"):
+        deepseek_zero.initialize(
+            model=model,
+            optimizer=own,
+            lr_scheduler=lambda optimizer: None,
+            config={"train_batch_size": 1},
+        )
+
+
+def test_auto_values_come_from_an_optimizer_whose_rate_is_a_tensor() -> None:
+    model = torch.nn.Linear(2, 2)
+    params = {"warmup_max_lr": "auto", "warmup_num_steps": 2}
+    engine, *_, schedule = deepseek_zero.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5)),
+        config={"train_batch_size": 1, "scheduler": {"type": "WarmupLR", "params": params}},
+    )
+    assert engine.config.scheduler.params["warmup_max_lr"] == 0.5
+    schedule.step(5)
+    assert schedule.get_last_lr() == [0.5]
+
+
+def test_groups_may_name_their_parameters() -> None:
+    model = torch.nn.Linear(2, 2)
+    named = [{"params": [("weight", model.weight)], "lr": 0.2}, {"params": [("bias", model.bias)]}]
+    engine, *_ = deepseek_zero.initialize(model=model, model_parameters=named, config=TRAINED)
+    assert [group["lr"] for group in engine.param_groups] == [0.2, 0.1]
+
+
+def test_parameters_outside_the_groups_of_a_list_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    for mixed in ([{"params": [model.bias]}, model.weight], [model.weight, {"params": []}]):
+        with pytest.raises(UsageError, match="got groups and parameters in one list"):
+            deepseek_zero.initialize(model=model, model_parameters=mixed, config=TRAINED)
