@@ -597,7 +597,8 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
 
     Each rank keeps only its slices. The module's own `reset_parameters` draws the values, in the
     order in which modules were registered. They equal those of a plain construction with the same
-    seed if construction draws nothing else.
+    seed if construction draws nothing else. A tied parameter gets the values that the first of its
+    modules draws, and parameters that have values keep them.
 
     Args:
         model: The model, whose parameters may be on the meta device.
@@ -638,7 +639,15 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
             torch.utils.swap_tensors(param, real)
         for key in stray:
             setattr(module, key, torch.empty_like(getattr(module, key), device=device))
+        # Parameters that have values, for example tied ones, keep them
+        ready = {key: value for key, value in module._parameters.items() if key not in own}
+        for key, value in ready.items():
+            if value is not None:
+                module._parameters[key] = nn.Parameter(
+                    torch.empty(value.shape, dtype=value.dtype, device=device), requires_grad=False
+                )
         reset()
+        module._parameters.update(ready)
         with torch.no_grad():
             for param in own.values():
                 if owner_of(param) is None:

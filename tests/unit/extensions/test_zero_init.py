@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from deepseek_zero.extensions.gathered_parameters import GatheredParameters
 from deepseek_zero.extensions.zero_init import Init
+from tests.in_process import Rank, bare, run_ranks
 
 
 class Table(nn.Module):
@@ -39,3 +40,53 @@ def test_integers_are_not_cast(kind: type[nn.Module]) -> None:
             found[name.rpartition(".")[2]] = param.detach().clone()
     assert found["codes"].tolist() == [1, 1_000_001]
     assert found["scale"].dtype == torch.bfloat16
+
+
+class Tied(nn.Module):
+    """The head has a bias and the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8)
+        self.head.weight = self.embedding.weight
+        self.last = nn.Linear(8, 2)
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    with GatheredParameters(model):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_tied_weight_on_the_meta_device_gets_the_values_of_a_plain_construction(
+    stage: int,
+) -> None:
+    torch.manual_seed(0)
+    plain = Tied()
+
+    def body(rank: Rank) -> dict[str, Tensor]:
+        with torch.device("meta"):
+            model = Tied()
+        torch.manual_seed(0)
+        runtime = bare(rank, model, stage=stage)
+        assert model.head.weight is model.embedding.weight
+        return values_of(runtime.model)
+
+    (found,) = run_ranks(1, body)
+    for name, param in plain.named_parameters():
+        assert torch.equal(found[name], param), name
+
+
+def test_a_value_that_exists_stays_next_to_one_on_the_meta_device() -> None:
+    def body(rank: Rank) -> dict[str, Tensor]:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model[0].bias = nn.Parameter(torch.empty(2, device="meta"))
+        with torch.no_grad():
+            model[0].weight.fill_(7.0)
+        runtime = bare(rank, model, stage=3)
+        return values_of(runtime.model)
+
+    for found in run_ranks(2, body):
+        assert bool((found["0.weight"] == 7.0).all())
+        assert bool(found["0.bias"].isfinite().all())
