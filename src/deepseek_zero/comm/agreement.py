@@ -13,11 +13,18 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError, shown
+from ..base.errors import (
+    LONGEST_SHOWN,
+    DeepSeekZeroError,
+    ModelMismatchError,
+    PeerError,
+    shown,
+)
 from .collectives import Comm
 
 T = TypeVar("T")
 MOST_KEYS = 8  # Number of differing keys that an error lists
+LONGEST_COMPARED = 100_000  # Characters of a value
 
 
 def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> None:
@@ -68,7 +75,7 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
     """
     if comm.size == 1:  # nothing to compare, so the values are not formatted
         return
-    texts = {key: shown(value) for key, value in values.items()}
+    texts = {key: shown(value, LONGEST_COMPARED) for key, value in values.items()}
     everyone = _documents_that_differ(comm, texts, what)
     if not everyone:
         return
@@ -77,11 +84,26 @@ def agree_on(comm: Comm, values: Mapping[str, Any], what: str, why: str, fix: st
         said = [found.get(key, "nothing") for found in everyone]
         other = next((rank for rank, value in enumerate(said) if value != said[0]), None)
         if other is not None:
-            different.append(f"{key}: rank 0 has {said[0]}, rank {other} has {said[other]}")
+            pairs = enumerate(zip(said[0], said[other], strict=False))
+            start = next((place for place, (a, b) in pairs if a != b), len(said[0]))
+            own = _part_at(start, said[0])
+            others = _part_at(start, said[other])
+            different.append(f"{key}: rank 0 has {own}, rank {other} has {others}")
     more = f"; and {len(different) - MOST_KEYS} more" if len(different) > MOST_KEYS else ""
     raise ModelMismatchError(
         f"ranks differ in {what}: {'; '.join(different[:MOST_KEYS])}{more}.", why, fix
     )
+
+
+def _part_at(place: int, text: str) -> str:
+    """Return a text, or of a long one the part around the character at `place`."""
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    start = max(0, place - LONGEST_SHOWN // 2)
+    stop = start + LONGEST_SHOWN
+    before = "..." if start else ""
+    after = "..." if stop < len(text) else ""
+    return f"{before}{text[start:stop]}{after}"
 
 
 def _documents_that_differ(comm: Comm, document: Any, what: str) -> list[Any]:
