@@ -18,7 +18,9 @@ from deepseek_zero.base.errors import UsageError
 Slots = dict[str, tuple[int, ...]]
 """Maps a host name to its slots in the order of the hostfile; the first host is node 0."""
 
-_HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d+)$")
+MOST_PROCESSES = 1024  # on one machine
+_HOST_LINE = re.compile(r"^(\S+)\s+slots=(\d{1,9})$")
+_SLOT = re.compile(r"\s*[0-9]{1,4}\s*")
 
 
 def read_hostfile(path: Path) -> Slots:
@@ -28,7 +30,7 @@ def read_hostfile(path: Path) -> Slots:
         UsageError: The file cannot be read or parsed.
     """
     try:
-        return parse_hostfile(path.read_text().splitlines())
+        return parse_hostfile(path.read_text(errors="replace").splitlines())
     except OSError as error:
         raise UsageError(
             f"The hostfile {path} cannot be read: {error.strerror}.",
@@ -40,7 +42,8 @@ def parse_hostfile(lines: Iterable[str]) -> Slots:
     """Return the hosts in file order, each with its slots 0..N-1.
 
     Raises:
-        UsageError: A line is invalid, a host occurs twice, or there is no host.
+        UsageError: A line is invalid, a host occurs twice or has too many slots, or there is no
+            host.
     """
     hosts: Slots = {}
     for line in lines:
@@ -59,6 +62,12 @@ def parse_hostfile(lines: Iterable[str]) -> Slots:
             raise UsageError(
                 f"Hostfile contains multiple entries for {host}, unable to proceed with launching.",
                 fix="Write one line per host, with all of its slots.",
+            )
+        if slots > MOST_PROCESSES:
+            raise UsageError(
+                f"Hostfile gives {host} {slots} slots, more than the {MOST_PROCESSES} processes "
+                "that are started on one machine.",
+                fix="Write the number of GPUs of the host.",
             )
         hosts[host] = tuple(range(slots))
     if not hosts:
@@ -79,10 +88,11 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...] | None]:
     for part in text.split("@"):
         host, colon, slots = part.strip().partition(":")
         numbers = slots.split(",") if colon else []
-        if not host or not all(number.strip().isdecimal() for number in numbers):
+        if not host or not all(_SLOT.fullmatch(number) for number in numbers):
             raise UsageError(
                 f"The filter {text!r} has a part that cannot be read: {part!r}.",
-                why="The grammar is NAME[:SLOT[,SLOT]...], parts joined by @, slots are numbers.",
+                why="The grammar is NAME[:SLOT[,SLOT]...], parts joined by @; a slot is a number "
+                "below 10,000.",
                 fix="For example: worker-0@worker-1:0,2",
             )
         earlier = named.get(host) or ()

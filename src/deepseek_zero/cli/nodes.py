@@ -22,11 +22,16 @@ from typing import Any
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.world import Nodes
-from deepseek_zero.cli.hostfile import Slots, filter_slots, parse_filter, read_hostfile
+from deepseek_zero.cli.hostfile import (
+    MOST_PROCESSES,
+    Slots,
+    filter_slots,
+    parse_filter,
+    read_hostfile,
+)
 from deepseek_zero.cli.launcher_options import START_EACH, WHERE, cli_option
 
 LAST_PORT = 65_535
-MOST_PROCESSES = 1024
 DEFAULT_PORT = 29500
 """Port of node 0 with several nodes and without --master_port; a single node uses any free port."""
 
@@ -166,6 +171,13 @@ def _stated_nproc(stated: Nodes, machine: NodeMachine) -> int | None:
             f"PET_NPROC_PER_NODE={stated.nproc[:80]!r} gives no process on this machine.",
             "It is a number, auto, cpu or gpu; this machine has "
             f"{_count(len(machine.gpus), 'GPU')}.",
+            "correct the variable, or give --nproc.",
+        )
+    if count > MOST_PROCESSES:
+        raise UsageError(
+            f"PET_NPROC_PER_NODE={stated.nproc!r} is more than the {MOST_PROCESSES} processes that "
+            "are started on one machine.",
+            "Each process loads PyTorch and needs a few hundred MB of memory.",
             "correct the variable, or give --nproc.",
         )
     return count

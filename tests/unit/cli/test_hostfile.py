@@ -31,6 +31,8 @@ def test_a_hostfile_lists_hosts_in_order_with_their_slots() -> None:
         (["a slots=2 b slots=2"], "Hostfile contains a bad entry"),
         ([], "Hostfile is empty or not formatted correctly"),
         (["# nothing", ""], "Hostfile is empty or not formatted correctly"),
+        (["a slots=1025"], "Hostfile gives a 1025 slots, more than the 1024 processes"),
+        ([f"a slots={10**11}"], "Hostfile contains a bad entry"),
     ],
 )
 def test_an_invalid_hostfile_raises_deepspeeds_error(lines: list[str], message: str) -> None:
@@ -43,11 +45,20 @@ def test_a_hostfile_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_hostfile(tmp_path / "absent")
 
 
+def test_a_file_that_is_no_text_is_no_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="Hostfile contains a bad entry"):
+        read_hostfile(path)
+
+
 def test_a_filter_names_hosts_and_slots() -> None:
     assert parse_filter("worker-0@worker-1:0,2") == {"worker-0": None, "worker-1": (0, 2)}
 
 
-@pytest.mark.parametrize("text", ["worker-0:", ":1", "worker-0:a", "worker-0@", "worker-0:1,,2"])
+@pytest.mark.parametrize(
+    "text", ["worker-0:", ":1", "worker-0:a", "worker-0@", "worker-0:1,,2", "h:99999999999"]
+)
 def test_a_filter_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         parse_filter(text)

@@ -227,6 +227,11 @@ def test_a_number_of_processes_that_is_none_is_refused(word: str) -> None:
         plan_node(RankOptions(), CPU, (), Nodes("PET_*", 1, nproc=word))
 
 
+def test_a_number_of_processes_that_no_machine_can_run_is_refused() -> None:
+    with pytest.raises(UsageError, match="PET_NPROC_PER_NODE='5000' is more than the 1024"):
+        plan_node(RankOptions(), CPU, (), Nodes("PET_*", 1, nproc="5000"))
+
+
 def test_a_cluster_engine_without_a_rendezvous_address_raises_an_error() -> None:
     with pytest.raises(UsageError, match="2 nodes need --node_rank and --master_addr"):
         plan_node(RankOptions(), CPU, (), Nodes("SkyPilot", 2, 1))
