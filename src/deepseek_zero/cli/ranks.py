@@ -32,6 +32,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import (
     ATTEMPT,
     ENDING,
@@ -200,6 +201,9 @@ class Ranks:
 
         Returns:
             The process ids by local rank.
+
+        Raises:
+            UsageError: The log of a rank cannot be written.
         """
         self._attempt += 1
         self._running.clear()
@@ -235,9 +239,17 @@ class Ranks:
     def _output(self, local_rank: int, environment: Mapping[str, str]) -> IO[bytes] | None:
         if self.command.log_dir is None or local_rank == 0:
             return None
-        self.command.log_dir.mkdir(parents=True, exist_ok=True)
         rank = environment.get("RANK", local_rank)
-        return self._files.enter_context(open(self.command.log_dir / f"rank_{rank}.log", "ab"))
+        path = self.command.log_dir / f"rank_{rank}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return self._files.enter_context(open(path, "ab"))
+        except OSError as error:
+            raise UsageError(
+                f"--log-dir: {path} cannot be written: {error.strerror}.",
+                "Ranks other than the first write their output there.",
+                "name a folder that can be written, or leave --log-dir out.",
+            ) from None
 
     def wait(self, seconds: float) -> None:
         """Return when a rank ends, or after `seconds`."""

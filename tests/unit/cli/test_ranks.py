@@ -11,9 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_zero.base.errors import PeerError
+from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.cli import worker
-from deepseek_zero.cli.ranks import Death, Report, first_cause, read_report
+from deepseek_zero.cli.ranks import (
+    Command,
+    Death,
+    Ranks,
+    Report,
+    Target,
+    first_cause,
+    read_report,
+)
 from deepseek_zero.cli.worker import blames_a_peer
 
 
@@ -139,3 +147,12 @@ def test_a_failing_rank_runs_the_exit_handlers_of_python(
     assert told.read_text() == ("ValueError('boom')" if "raise" in end else "None"), (
         "what told others how it ended"
     )
+
+
+def test_a_log_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    command = Command(Target.SCRIPT, str(script), log_dir=script)
+    ranks = Ranks(command)
+    with ranks, pytest.raises(UsageError, match=r"--log-dir: .*rank_1\.log cannot be written"):
+        ranks.start([{}, {}])
