@@ -35,7 +35,15 @@ from ..base.errors import NotBuiltError, UsageError
 from ..base.nested import Args, Kwargs
 from ..base.quantities import ceil_div
 from ..parallel.layers import Layer, TensorAxis, become, cast_for_autocast
-from ..parallel.loss import CAUSAL, joined, labels_of_calls, loss_name, places, without_logits
+from ..parallel.loss import (
+    CAUSAL,
+    check_targets,
+    joined,
+    labels_of_calls,
+    loss_name,
+    places,
+    without_logits,
+)
 from ..sharding.hooks import Hook
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
@@ -89,12 +97,18 @@ def tiled_cross_entropy(
         The sum of the loss over tokens, a scalar in fp32.
 
     Raises:
-        UsageError: The number of targets differs from that of tokens.
+        UsageError: The number of targets differs from that of tokens, a target on a CPU is outside
+            of the vocabulary, or `settings.rows` is less than 1. On a GPU such a target is not
+            detected.
 
     Note:
         With `layer`, collective: every rank of its axis must call it. The result is equal on all of
         them.
     """
+    check_rows(settings.rows, "tiled_loss")
+    split = None if layer is None else layer.part.weight
+    words = len(weight) if split is None else split.shape[split.dim]
+    check_targets(targets, words, settings.ignored)
     rows = cast_for_autocast(x.reshape(-1, x.shape[-1]))
     weight = weight.to(rows.dtype)
     bias = bias.to(rows.dtype) if bias is not None else None
@@ -490,7 +504,8 @@ class TiledLoss:
             if isinstance(head.axis, TensorAxis):
                 head.axis.leave()
             return tiled_cross_entropy(x, head.weight, head.bias, targets, self.settings, head)
-        if isinstance(head, nn.Linear):
+        # A subclass of `nn.Linear` may have its own forward
+        if getattr(plain, "__func__", None) is nn.Linear.forward:
             return tiled_cross_entropy(x, head.weight, head.bias, targets, self.settings)
 
         def one(part: Tensor, own: Tensor) -> Tensor:

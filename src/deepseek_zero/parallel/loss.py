@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..base.device import has_no_values
 from ..base.errors import UsageError
 from ..base.nested import Args, Kwargs
 from .families import asked
@@ -48,9 +49,14 @@ def split_cross_entropy(
     Returns:
         The loss, a scalar in fp32, equal on every rank.
 
+    Raises:
+        UsageError: A target on a CPU is outside of the vocabulary. On a GPU such a target is not
+            detected.
+
     Note:
         Collective and blocking: every rank must call it.
     """
+    check_targets(targets, part.weight.shape[part.weight.dim], ignore_index)
     rows = axis.own_columns(logits.reshape(-1, logits.shape[-1]), part)
     starts = [start for start, _ in rows]
     flat = targets.reshape(-1)
@@ -104,6 +110,31 @@ class _SplitCrossEntropy(torch.autograd.Function):
             slope.scatter_add_(1, place[:, None], (-per_row * inside)[:, None])
             found.append(slope.to(each.dtype))
         return None, None, None, None, None, *found
+
+
+def check_targets(targets: Tensor, words: int, ignored: int) -> None:
+    """Raise an error if a target is outside of the vocabulary.
+
+    A GPU is not checked, because the host would wait for it.
+
+    Args:
+        targets: Indices into the whole vocabulary, or `ignored`.
+        words: Size of the whole vocabulary.
+        ignored: The target of tokens that do not count.
+
+    Raises:
+        UsageError: A target on a CPU is outside of the vocabulary.
+    """
+    is_skipped = has_no_values(targets) or torch.compiler.is_compiling()
+    if targets.device.type != "cpu" or is_skipped:
+        return
+    wrong = targets[(targets != ignored) & ((targets < 0) | (targets >= words))]
+    if len(wrong):
+        raise UsageError(
+            f"target {int(wrong[0])} is outside of the vocabulary of {words} words.",
+            "The loss of a token is computed from the logit of its target.",
+            f"pass labels from 0 to {words - 1}, or {ignored} for tokens that do not count.",
+        )
 
 
 def places(targets: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:

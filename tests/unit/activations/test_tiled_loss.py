@@ -206,3 +206,34 @@ def test_the_switch_in_the_configuration() -> None:
 def test_tiles_without_rows_are_refused() -> None:
     with pytest.raises(UsageError, match="tiles of 0 rows"):
         tile_loss(nn.Linear(2, 2), 0)
+
+
+@pytest.mark.parametrize("target", [-1, WORDS])
+def test_a_target_outside_of_the_vocabulary_is_refused(target: int) -> None:
+    """Its loss was that of a logit of 0."""
+    head, (x, targets) = head_of(), given(8)
+    targets[5] = target
+    with pytest.raises(UsageError, match=f"target {target} is outside of the vocabulary of 61"):
+        tiled(4)(head, x, targets)
+
+
+@pytest.mark.parametrize("rows", [0, -1])
+def test_the_function_refuses_tiles_without_rows(rows: int) -> None:
+    with pytest.raises(UsageError, match="A tile has at least one token"):
+        tiled(rows)(head_of(), *given(8))
+
+
+class Scaled(nn.Linear):
+    """A linear layer with its own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 0.5
+
+
+def test_a_subclass_of_linear_keeps_its_forward() -> None:
+    pytest.importorskip("transformers")
+    own: Any = tiny("llama")
+    own.lm_head.__class__ = Scaled
+    wanted = step(copy.deepcopy(own), batch())
+    tile_loss(own, 5)
+    assert furthest(step(own, batch()), wanted) < 1e-6

@@ -74,6 +74,14 @@ def test_a_mean_over_no_tokens_equals_torchs() -> None:
     assert F.cross_entropy(logits, nothing).isnan() and split(logits, nothing)[0][0].isnan()
 
 
+def test_a_target_outside_of_the_vocabulary_is_refused() -> None:
+    """Its loss was that of a logit of 0."""
+    logits, targets = values()
+    for target in (-1, WORDS):
+        with pytest.raises(UsageError, match=f"target {target} is outside of the vocabulary of 11"):
+            split(logits, targets.masked_fill(targets == -100, target))
+
+
 def test_tokens_that_are_masked_out_everywhere_on_a_rank() -> None:
     logits, targets = values()
     logits[:, 4:8] = -torch.inf
