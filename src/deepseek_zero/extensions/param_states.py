@@ -7,13 +7,14 @@ functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, shown
+from ..base.given import refuse
 from ..optim.inner_states import load_states
 from ..optim.param_overlap import ParamOverlap, overlaps_of
 from ..optim.sharded import ShardedOptimizer
@@ -29,6 +30,14 @@ from ..sharding.whole_values import main_values
 from .gathered_parameters import gather_full
 
 
+def _group_of(param: nn.Parameter) -> ParamGroup | None:
+    """Return the parameter group of an engine that a parameter is in; None if it is in none."""
+    if not isinstance(param, Tensor):
+        raise refuse("a safe_... function", "param", param, "a parameter", "pass one parameter.")
+    owner = owner_of(param)
+    return owner if isinstance(owner, ParamGroup) else None
+
+
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
     """Return the engine's optimizer that updates a parameter.
 
@@ -38,8 +47,8 @@ def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
     Returns:
         The optimizer; None if the parameter is in no engine or is not updated.
     """
-    owner = owner_of(param)
-    found = owner.optimizer() if isinstance(owner, ParamGroup) else None
+    owner = _group_of(param)
+    found = owner.optimizer() if owner is not None else None
     return found if isinstance(found, ShardedOptimizer) else None
 
 
@@ -68,8 +77,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Note:
         Collective: every rank must call it with the same parameter.
     """
-    owner = owner_of(param)
-    if not isinstance(owner, ParamGroup) or not owner.trainable:
+    owner = _group_of(param)
+    if owner is None or not owner.trainable:
         return None
     slot = _slot(owner, param)
     what = f"{optim_state_key} of {slot.name}"
@@ -141,9 +150,9 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     """
     if views := [view for _, view in _state_views(param, optim_state_key)]:
         return torch.cat(views)
-    owner = owner_of(param)
+    owner = _group_of(param)
     optimizer = optimizer_of(param)
-    if not isinstance(owner, ParamGroup) or optimizer is None or not optimizer.steps:
+    if owner is None or optimizer is None or not optimizer.steps:
         return None
     if any(_covers(optimizer, owner, owner.name_of(param))):
         return None
@@ -196,9 +205,9 @@ def _covers(optimizer: ShardedOptimizer, owner: ParamGroup, name: str) -> Iterat
 
 
 def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, Tensor]]:
-    owner = owner_of(param)
+    owner = _group_of(param)
     optimizer = optimizer_of(param)
-    if not isinstance(owner, ParamGroup) or optimizer is None:
+    if owner is None or optimizer is None:
         return
     owner.guard.refuse_offloaded()  # on every rank, even if this one has no part of the parameter
     for cover in _covers(optimizer, owner, owner.name_of(param)):
@@ -267,8 +276,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     Note:
         Collective: every rank must call it with the same parameter.
     """
-    owner = owner_of(param)
-    if not isinstance(owner, ParamGroup) or owner.master is None:
+    owner = _group_of(param)
+    if owner is None or owner.master is None:
         return None
     with torch.no_grad():
         return _gathered(main_values(owner.master), owner, param).float()
@@ -328,8 +337,8 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
         UsageError: `engine.offload_states` has moved the main weight, or an earlier update failed.
         StorageError: A disk failed.
     """
-    owner = owner_of(param)
-    if not isinstance(owner, ParamGroup) or owner.master is None:
+    owner = _group_of(param)
+    if owner is None or owner.master is None:
         return None
     place, end = owned_range(owner.master.buffer, _slot(owner, param), owner.comm_ctx.comm.rank)
     return owner.master.read(place, end).to(torch.float32, copy=True)
@@ -397,8 +406,8 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         Collective: every rank must call it with the same parameter.
     """
     found = full_grad(param)
-    owner = owner_of(param)
-    if found is not None or not isinstance(owner, ParamGroup) or owner.plan.grad is None:
+    owner = _group_of(param)
+    if found is not None or owner is None or owner.plan.grad is None:
         return found
     summand = owner.gradient.summand
     number = owner.index[id(param)]
@@ -416,8 +425,8 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
     Note:
         Collective: every rank must call it with the same parameter.
     """
-    owner = owner_of(param)
-    if not isinstance(owner, ParamGroup):
+    owner = _group_of(param)
+    if owner is None:
         return None
     with torch.no_grad():
         owner.grad_view.take_assigned()
@@ -470,8 +479,8 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
         are reduced, after the step has freed them, for a parameter without a gradient, and for a
         parameter of no wrapped model.
     """
-    owner = owner_of(param)
-    if not isinstance(owner, ParamGroup) or not owner.trainable:
+    owner = _group_of(param)
+    if owner is None or not owner.trainable:
         return None
     owner.grad_view.take_assigned()
     if not is_reduced(owner.gradient.sum, owner.index[id(param)]):
@@ -504,7 +513,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_update_full_grad_vectorized(
-    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
     """Replace the full gradients of several parameters by the results of a function.
 
@@ -516,13 +525,21 @@ def safe_update_full_grad_vectorized(
             scale.
 
     Raises:
-        UsageError: The size of a new gradient does not match, or `engine.offload_states` has moved
-            states.
+        UsageError: `param_list` is one parameter, the size of a new gradient does not match, or
+            `engine.offload_states` has moved states.
         PeerError: Another rank failed.
 
     Note:
         Collective: every rank must call it with the same parameters.
     """
+    if isinstance(param_list, Tensor) or not isinstance(param_list, Iterable):
+        raise refuse(
+            "safe_update_full_grad_vectorized",
+            "param_list",
+            param_list,
+            "an iterable of parameters",
+            "pass a list, for example list(model.parameters()).",
+        )
     with torch.no_grad():
         for param in param_list:
             grad = full_grad(param)
@@ -541,8 +558,8 @@ def _gathered(buffer: FlatBuffer, owner: ParamGroup, param: nn.Parameter) -> Ten
 
 def _owner(param: nn.Parameter) -> ParamGroup:
     """Return the group of a parameter whose state is about to be written."""
-    owner = owner_of(param)
-    if not isinstance(owner, ParamGroup):
+    owner = _group_of(param)
+    if owner is None:
         raise UsageError(
             "this parameter belongs to no engine.",
             "Only a wrapped model's parameters have sharded state.",
@@ -570,6 +587,7 @@ def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:
 
 
 def _flat(value: Tensor, slot: Slot) -> Tensor:
+    _refuse_other_types(slot.name, value)
     if value.numel() != slot.numel:
         raise UsageError(
             f"a value of shape {tuple(value.shape)} was given for '{slot.name}' of shape "
@@ -580,9 +598,16 @@ def _flat(value: Tensor, slot: Slot) -> Tensor:
 
 
 def _part(value: Tensor, numel: int, name: str) -> Tensor:
+    _refuse_other_types(name, value)
     if value.numel() != numel:
         raise UsageError(
             f"{value.numel()} elements were given for '{name}', of which this rank holds {numel}.",
             fix="pass as many as the matching safe_get_local function returns.",
         )
     return value.detach().reshape(-1)
+
+
+def _refuse_other_types(name: str, value: Tensor) -> None:
+    """Raise UsageError if a value is not a tensor."""
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{shown(value)} was given for '{name}'.", fix="pass a tensor.")
