@@ -134,7 +134,8 @@ def _refuse(config: Any, core: str, ranks: int) -> None:
 class UlyssesSPDataLoaderAdapter:
     """Iterate over the batches of all ranks of a sequence-parallel group.
 
-    Each batch has the tokens of this rank.
+    Each batch has the tokens of this rank. If the loader of one rank ends earlier than the others,
+    or raises an error, all ranks raise an error.
 
     Args:
         dl: This rank's loader of batches of shape ``(samples, tokens)`` with `input_ids` and
@@ -182,23 +183,35 @@ class UlyssesSPDataLoaderAdapter:
         """Exchange the next batch of each rank's loader.
 
         Raises:
-            StopIteration: The loader is exhausted.
+            StopIteration: The loaders of all ranks are exhausted.
+            UsageError: The loader of another rank is exhausted or raised an error.
+            ValueError: A batch has no 2-D tensor `input_ids` or `labels`.
 
         Note:
             Collective: every rank of the group must call it.
         """
+        own = b""  # the other ranks must not wait if this rank has no batch
+        error: Exception | None = None
         try:
-            batch = next(self.iter)
-        except StopIteration:
+            own = _as_bytes(_checked(next(self.iter)))
+        except StopIteration as end:
             self.iter = iter(self.dl)
-            raise
-        for name in ("input_ids", "labels"):
-            if not isinstance(batch.get(name), Tensor) or batch[name].dim() != 2:
-                raise ValueError(
-                    f"Ulysses SP dataloader batches must contain tensor {name} of [batch, "
-                    "sequence]."
-                )
-        for row in all_gather_bytes(_as_bytes(dict(batch)), self.sp_world_size, self.sp_group):
+            error = end
+        except Exception as failure:
+            error = failure
+        rows = all_gather_bytes(own, self.sp_world_size, self.sp_group)
+        missing = [rank for rank, row in enumerate(rows) if not row]
+        if error is not None and (
+            len(missing) == len(rows) or not isinstance(error, StopIteration)
+        ):
+            raise error
+        if missing:
+            raise UsageError(
+                f"ranks {missing} of the sequence-parallel group have no batch, the others have.",
+                "Their loaders ended earlier or raised an error; all ranks share each batch.",
+                "give every rank a loader of the same length.",
+            )
+        for row in rows:
             self.micro_batches.append(
                 own_tokens(self._padded(_from_bytes(row)), self.sp_rank, self.sp_world_size)
             )
@@ -225,6 +238,15 @@ class UlyssesSPDataLoaderAdapter:
                     value, (0, 0) * (value.dim() - 2) + (0, missing), value=fills.get(name, 0)
                 )
         return found
+
+
+def _checked(batch: Any) -> Batch:
+    for name in ("input_ids", "labels"):
+        if not isinstance(batch.get(name), Tensor) or batch[name].dim() != 2:
+            raise ValueError(
+                f"Ulysses SP dataloader batches must contain tensor {name} of [batch, sequence]."
+            )
+    return dict(batch)
 
 
 def _as_bytes(batch: Batch) -> bytes:
