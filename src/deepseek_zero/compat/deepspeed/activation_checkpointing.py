@@ -16,6 +16,8 @@ from ...api.checkpointing import (
     settings_of,
 )
 from ...base.errors import UsageError
+from ...config import Config
+from ...config.load import load
 from ...tiers.tier import Tier
 from .random_streams import (
     get_cuda_rng_tracker,
@@ -60,7 +62,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
     """Configure activation checkpointing for the whole process.
 
     This function calls `deepseek_zero.checkpointing.configure`, after one more check of its
-    arguments.
+    arguments. As in `deepspeed.initialize`, unknown keys of the configuration cause a warning.
 
     Args:
         mpu_: An object with the getters of a Megatron mpu. `model_parallel_cuda_manual_seed` reads
@@ -83,4 +85,6 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
             "DeepSpeed allocates memory for this number.",
             "pass num_checkpoints=the number of layers, or leave contiguous_checkpointing out.",
         )
+    if deepspeed_config is not None and not isinstance(deepspeed_config, Config):
+        deepspeed_config = load(deepspeed_config, unknown="warn").config
     checkpointing.configure(mpu_, deepspeed_config, **words)

@@ -46,6 +46,16 @@ def test_configure_takes_an_engines_configuration() -> None:
         engine.destroy()
 
 
+def test_configure_warns_about_unknown_keys(caplog: pytest.LogCaptureFixture) -> None:
+    section = {"number_checkpoints": 5}
+    asked = {"unknown_of_configure": 1, "comms_logger": {"enabled": True}}
+    try:
+        activation_checkpointing.configure(None, {**asked, "activation_checkpointing": section})
+        assert activation_checkpointing.num_layers == 5 and "unknown_of_configure" in caplog.text
+    finally:
+        recompute.release(recompute.current())
+
+
 def test_module_variables_show_the_configuration_of_checkpointing() -> None:
     assert activation_checkpointing.CPU_CHECKPOINT is False
     assert (
