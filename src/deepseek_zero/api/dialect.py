@@ -55,14 +55,15 @@ class Dialect(EngineDialect[ZeroEngine]):
 
         Args:
             port: The port of the rendezvous, used only if the launcher sets none.
-            required: If False, the method does nothing, because the program has created the
-                process group.
+            required: If False, the program has created the process group.
+
+        Raises:
+            UsageError: `required` is False, and there is no process group.
 
         Note:
             Collective under a launcher: every rank must call it.
         """
-        if required is not False:
-            join(distributed_port=port)
+        join(distributed_port=port, dist_init_required=required)
 
     def complete(self, raw: RawConfig, request: Request) -> Request:
         """Add the arguments that this dialect implies to a call of `initialize`.

@@ -59,8 +59,8 @@ def initialize(
         distributed_port: Port of the rendezvous, if the launcher does not define one.
         mpu: An object with the getters of a Megatron mpu. The group sizes and ranks that it returns
             must be those of the mesh.
-        dist_init_required: False states that the program has already joined a process group, so
-            `distributed_port` has no effect.
+        dist_init_required: False states that the program has already joined a process group. If it
+            has not, the call raises an error.
         collate_fn: Collate function of the loader of `training_data`.
         config: A dict, the path of a JSON file, JSON text, or JSON text encoded in base64.
         mesh_param: A pair of the number of data-parallel ranks and of sequence-parallel ranks.

@@ -82,6 +82,13 @@ def test_only_the_name_deepspeed_has_other_defaults(monkeypatch: pytest.MonkeyPa
     dist.destroy_process_group()  # the group of one rank that DeepSpeed starts
 
 
+def test_a_group_that_the_program_must_have_created_is_required() -> None:
+    with pytest.raises(AssertionError, match="dist_init_required is False"):
+        deepseek_zero.initialize(
+            model=nn.Linear(4, 4), config=dict(CONFIG), dist_init_required=False
+        )
+
+
 def test_a_subclass_of_init_has_what_the_dialect_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Own(zero.Init):
         pass
