@@ -34,7 +34,10 @@ class _Made(type):
     def __call__(cls, *params: Any, **options: Any) -> Any:
         given = params[0] if params else options.pop("model_params", options.pop("params", None))
         named = dict(zip(cls.order.split(), params[1:], strict=False))
-        return cls.made(given, {"lr": cls.lr, **named, **options})
+        settings = {"lr": cls.lr, **named, **options}
+        if settings.get("max_grad_norm") == 0:  # DeepSpeed's default: no clipping
+            del settings["max_grad_norm"]
+        return cls.made(given, settings)
 
     def made(cls, params: Any, options: dict[str, Any]) -> Any:
         """Create the optimizer.

@@ -40,3 +40,10 @@ def test_optimizer_classes_create_torchs_and_recognise_them_with_isinstance() ->
     assert not isinstance(made, ops.FusedLamb) and not isinstance(
         torch.optim.SGD([torch.zeros(1)]), ops.FusedAdam
     )
+
+
+def test_a_lamb_that_clips_nothing_has_deepspeeds_positional_arguments() -> None:
+    made = ops.FusedLamb([nn.Parameter(torch.zeros(1))], 0.5, True, (0.9, 0.99), 1e-8, False, 0, 0)
+    assert made.defaults["lr"] == 0.5 and isinstance(made, ops.FusedLamb)
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        ops.FusedLamb([nn.Parameter(torch.zeros(1))], max_grad_norm=1.0)
