@@ -239,12 +239,15 @@ class PDSHRunner(MultiNodeRunner):
         command = f"pdsh -S -f {PDSH_MAX_FAN_OUT} -w".split()
         command += [hosts, *shlex.split(self.args.launcher_args)]
         command += [f"export {key}={shlex.quote(value)};" for key, value in self.exports.items()]
-        command += [f"cd {os.path.abspath('.')};"]
+        command += [f"cd {shlex.quote(os.path.abspath('.'))};"]
         command += [sys.executable, *"-u -m deepseek_zero.cli run --as-deepspeed".split()]
         command += ["--node_rank=%n", f"--num_nodes={len(active_resources)}"]
         command += [f"--master_addr={self.args.master_addr}"]
         command += [f"--master_port={self.args.master_port}"]
-        command += [self.user_script, *self.user_arguments]
+        for flag in ("module", "no_python", "no_local_rank"):
+            command += [f"--{flag}"] if getattr(self.args, flag) else []
+        # A shell on each host reads the command.
+        command += map(shlex.quote, [self.user_script, *self.user_arguments])
         return command, ["pdsh", "-w", hosts, "true"], environment
 
 

@@ -32,6 +32,20 @@ def test_commands_for_several_machines_name_the_program_and_the_hosts() -> None:
         multinode_runner.parse_resource_filter(slots, include_str="c")
 
 
+def test_pdsh_gets_the_flags_and_quoted_arguments_of_the_program() -> None:
+    words = ["--module", "--no_local_rank", "package.train", "--text", "a b; c", "--lr=1"]
+    args = multinode_runner.parse_args(words)
+    command, *_ = multinode_runner.PDSHRunner(args, "").get_cmd({}, {"a": 2})
+    assert command[-6:] == [
+        "--module",
+        "--no_local_rank",
+        "package.train",
+        "--text",
+        "'a b; c'",
+        "--lr=1",
+    ]
+
+
 def test_the_log_folder_is_no_program() -> None:
     args = multinode_runner.parse_args(["--enable_each_rank_log", "logs", "train.py"])
     assert (args.enable_each_rank_log, args.user_script) == ("logs", "train.py")
