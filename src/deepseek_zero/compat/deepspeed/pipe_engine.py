@@ -129,9 +129,10 @@ class PipelineEngine(DeepSpeedEngine):
         data = given if given is not None else self._data
         if data is None and self._batch_fn is not None:
             data = own_batches(self)
-        return (
-            map(self._batch_fn, data) if data is not None and self._batch_fn is not None else data
-        )
+        # `map` would read a list from its beginning in every step.
+        if data is None or self._batch_fn is None or not hasattr(data, "__next__"):
+            return data
+        return map(self._batch_fn, data)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Set the iterator that `train_batch` reads if it is called without an iterator.

@@ -169,6 +169,16 @@ def test_a_loader_that_yields_nothing_ends_training(one_shot: bool) -> None:
         engine.train_batch()
 
 
+def test_a_list_of_batches_is_refused_with_a_batch_function() -> None:
+    """Every step would read the first batches."""
+    module = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss())
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+    engine = deepseek_zero.initialize(model=module, config=config)[0]
+    engine.set_batch_fn(lambda batch: batch)
+    with pytest.raises(UsageError, match="data_iter"):
+        engine.train_batch([(torch.ones(1, 2), torch.ones(1, 2))])
+
+
 def test_a_modules_stages_and_the_runs_are_the_same() -> None:
     module = PipelineModule([nn.Linear(2, 2)], num_stages=1)
     with pytest.raises(UsageError, match="mesh= has pp=2, but PipelineModule has pp=1"):
