@@ -130,7 +130,8 @@ class GatheredParameters:
 
     Raises:
         UsageError: A parameter was changed and `modifier_rank` is None, its memory was replaced by
-            a tensor of another shape or dtype, or `modifier_rank` is no rank.
+            a tensor of another shape or dtype, `modifier_rank` is no rank, or the object is entered
+            inside its own block.
 
     Note:
         Collective at entry and at exit: every rank must enter it.
@@ -159,11 +160,18 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         if not self.enabled:
             return self
+        if self.groups or self.enclosed or self.building:
+            raise UsageError(
+                "a GatheredParameters object was entered inside its own block.",
+                "It records the parameters of one block.",
+                "create another GatheredParameters for the inner block.",
+            )
         groups = groups_of(self.params)
+        building = _under_construction(self.params)
+        self._refuse_unknown_rank(groups, building)
         self.groups = [group for group in groups if not group.is_pinned]
         self.enclosed = [group for group in groups if group in _holders]
-        self.building = _under_construction(self.params)
-        self._refuse_unknown_rank(groups)
+        self.building = building
         copies = []
         with torch.inference_mode(False), torch.no_grad():
             for param, shard in self.building:
@@ -196,10 +204,12 @@ class GatheredParameters:
         """Leave the context without keeping changes, as after an exception."""
         self._reshard(None)
 
-    def _refuse_unknown_rank(self, groups: list[ParamGroup]) -> None:
+    def _refuse_unknown_rank(
+        self, groups: list[ParamGroup], building: list[tuple[nn.Parameter, InitShard]]
+    ) -> None:
         """Raise UsageError if no rank is `modifier_rank`: each would keep its own changes."""
         comms = [group.comm_ctx.world for group in groups[:1]]
-        comms += [shard.session.open_comm() for _, shard in self.building[:1]]
+        comms += [shard.session.open_comm() for _, shard in building[:1]]
         for comm in comms:
             if self.modifier_rank is not None and self.modifier_rank not in range(comm.size):
                 raise refuse(

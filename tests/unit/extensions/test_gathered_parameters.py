@@ -1,4 +1,4 @@
-"""Arguments of `GatheredParameters` that name no parameter or no rank."""
+"""`GatheredParameters` refuses ranks that do not exist, and its own block inside itself."""
 
 from __future__ import annotations
 
@@ -44,3 +44,21 @@ def test_a_modifier_rank_that_does_not_exist_is_refused_under_init() -> None:
 def test_the_bias_of_a_layer_without_one_is_ignored() -> None:
     with GatheredParameters(nn.Linear(2, 2, bias=False).bias, modifier_rank=0):
         pass
+
+
+def test_one_object_is_not_entered_twice_at_a_time() -> None:
+    def body(rank: Rank) -> None:
+        runtime = bare(rank, seeded(Gpt, blocks=1), stage=3)
+        weight = runtime.model.blocks[0].up.weight
+        context = GatheredParameters(weight, modifier_rank=0)
+        for value in (1.0, 2.0):
+            with context:
+                with pytest.raises(UsageError, match="inside its own block"), context:
+                    pass
+                with torch.no_grad():
+                    weight.fill_(value)
+            with GatheredParameters(weight):
+                assert bool((weight == value).all())
+            assert not any(group.is_pinned for group in runtime.groups)
+
+    run_ranks(2, body)
