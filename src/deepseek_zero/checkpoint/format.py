@@ -464,6 +464,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
     if type(value) in (Tensor, nn.Parameter):
+        while path in tensors:  # {"a": {"b": x}, "a.b": y} has two values with one path
+            path += "'"
         tensors[path] = value.detach().to("cpu", copy=True).contiguous()
         return {"__tensor__": path}
     if isinstance(value, torch.dtype):

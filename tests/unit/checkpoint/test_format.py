@@ -53,6 +53,16 @@ def test_a_plain_value_is_restored(value: Any) -> None:
     assert decode(json.loads(text), {}) == value
 
 
+def test_tensors_whose_names_join_to_the_same_path_stay_apart() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    value = {"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2), "c": [np.zeros(1)]}
+    value["c[0]"] = np.ones(1)
+    found = decode(json.loads(json.dumps(encode(value, "v", tensors))), tensors)
+    assert found["a"]["b"].tolist() == [0, 0]
+    assert found["a.b"].tolist() == [1, 1]
+    assert [found["c"][0].item(), found["c[0]"].item()] == [0, 1]
+
+
 def test_nan_and_tensors_are_restored() -> None:
     tensors: dict[str, torch.Tensor] = {}
     value = {
