@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ....base.errors import CheckpointError, UsageError
+from ....base.given import whole_number
 from ....base.log import log_once
 from ....checkpoint import files
 from ....checkpoint.contents import IMPLEMENTATION_OPTIONS
@@ -57,6 +58,8 @@ State = dict[str, Any]  # a dictionary of a file
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout is written
 # DeepSpeed's default: stage 3 starts a new flat tensor when a rank's part has this many elements.
 SUB_GROUP_NUMEL = 1_000_000_000
+# File patterns that an earlier conversion may have written
+FILE_PATTERNS = ("*_model_states.pt", "*_optim_states.pt")
 SCRIPT_NAME = "zero_to_fp32.py"
 SCRIPT = '''"""Writes the whole fp32 weights of the checkpoints beside it: \
 python zero_to_fp32.py . OUTPUT_FOLDER"""
@@ -240,7 +243,8 @@ def convert_to_deepspeed(
 
     Args:
         path: The checkpoint, or the directory of checkpoints.
-        out: Folder to write. Other files in an existing folder are kept.
+        out: Folder to write. In an existing folder, files of an earlier conversion are removed, and
+            other files are kept.
         tag: Name of the checkpoint in `path`; None for the one that the file `latest` names.
         stage: ZeRO stage with which DeepSpeed will run, from 0 to 3; None for the stage of the
             checkpoint.
@@ -250,9 +254,11 @@ def convert_to_deepspeed(
     Raises:
         CheckpointError: The checkpoint does not exist, is damaged or has no optimizer states. It is
             also raised if DeepSpeed's layout cannot represent the states.
-        UsageError: `stage` is not from 0 to 3.
+        UsageError: `stage` is not from 0 to 3, or `ranks` is not a positive integer.
     """
-    if stage is not None and not 0 <= stage <= 3:
+    if ranks is not None:
+        whole_number("convert_to_deepspeed", "ranks", ranks, 1)
+    if stage not in (None, 0, 1, 2, 3):
         raise UsageError(
             f"convert_to_deepspeed was given stage {stage}.",
             "DeepSpeed has the ZeRO stages 0 to 3.",
@@ -273,7 +279,7 @@ def convert_to_deepspeed(
         output = stack.enter_context(staged_output(out))
         for rank in layout.files:
             write_rank(source, output.path, layout, rank)
-        output.publish_folder()
+        output.publish_folder(FILE_PATTERNS)
 
 
 # -- model files

@@ -103,3 +103,21 @@ def test_an_unknown_stage_is_refused(tmp_path: Path, stage: int) -> None:
     with pytest.raises(UsageError, match=f"stage {stage}"):
         convert_to_deepspeed(DATA / "stage2", tmp_path / "out", stage=stage)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("ranks", [-1, 0, 2.0])
+def test_a_number_of_ranks_that_cannot_be_is_refused(tmp_path: Path, ranks: Any) -> None:
+    with pytest.raises(UsageError, match="ranks"):
+        convert_to_deepspeed(DATA / "stage2", tmp_path / "out", ranks=ranks)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_an_earlier_conversion_are_removed(tmp_path: Path) -> None:
+    convert_to_deepspeed(DATA / "stage2", tmp_path / "out", ranks=3)
+    (tmp_path / "out" / "notes.txt").write_text("kept")
+    convert_to_deepspeed(DATA / "stage2", tmp_path / "out", stage=3, ranks=1)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "notes.txt",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ]
