@@ -235,6 +235,16 @@ def test_states_that_the_layout_does_not_support_are_refused(tmp_path: Path) -> 
         engine.load_checkpoint(tmp_path.parent, tag=tmp_path.name)
 
 
+@pytest.mark.ranks(1)
+def test_buffers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    layout = {"checkpoint": {"layout": "deepspeed"}}
+    start(2, "fp32", **layout).save_checkpoint(tmp_path)
+    engine = start(2, "fp32", **layout)
+    engine.module.norm.running = torch.zeros(1)
+    with pytest.raises(CheckpointError, match=r"'norm.running' is .* and \[1\] in the model"):
+        engine.load_checkpoint(tmp_path)
+
+
 @pytest.mark.ranks(2)
 def test_a_failed_save_leaves_only_the_previous_checkpoint(tmp_path: Path) -> None:
     engine = start(2, "fp32", checkpoint={"layout": "deepspeed"})

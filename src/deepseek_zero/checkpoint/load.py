@@ -101,7 +101,7 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
         folder = existing_folder(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
         check(manifest, contents, settings, names)
-        _check_buffers(manifest, contents, settings)
+        check_buffers(manifest, contents, settings)
         if optimizer is None:
             return folder, manifest, False
         with ExitStack() as stack:
@@ -322,10 +322,18 @@ def check(
         _check_optimizer(manifest, contents.optimizer)
 
 
-def _check_buffers(manifest: Manifest, contents: Contents, settings: LoadSettings) -> None:
-    """Raise CheckpointError if buffers of the model are missing or have other shapes.
+def check_buffers(manifest: Manifest, contents: Contents, settings: LoadSettings) -> None:
+    """Raise an error if buffers of the model are missing or have other shapes.
 
     Tensor parallelism splits some buffers, so shapes are compared only without it.
+
+    Args:
+        manifest: Manifest of the checkpoint.
+        contents: The states to overwrite.
+        settings: What to load.
+
+    Raises:
+        CheckpointError: Buffers do not match.
     """
     buffers = persistent_buffers(contents.runtime.model)
     missing = [name for name in buffers if name not in manifest.buffers]

@@ -25,6 +25,7 @@ from ....checkpoint.format import MOMENT, FileRecord
 from ....checkpoint.layouts import EngineLayout, OpenCheckpoint
 from ....checkpoint.load import (
     check,
+    check_buffers,
     replace_states,
     restore_buffers,
     restore_optimizer,
@@ -217,6 +218,7 @@ class DeepSpeedLayout(EngineLayout):
         def read_files() -> DeepSpeedCheckpoint:
             found = read_deepspeed(folder, trained)
             check(found.manifest, contents, replace(settings, moments=False), names)
+            check_buffers(found.manifest, contents, settings)
             if optimizer is not None:
                 _check_states(found, optimizer)
                 split_as_saved(found.manifest, found, optimizer)
