@@ -440,15 +440,19 @@ def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
     A dtype or None is returned unchanged.
 
     Raises:
-        CheckpointError: The name is unknown.
+        CheckpointError: The name is unknown, or the dtype is not a floating-point dtype.
     """
-    if asked is None or isinstance(asked, torch.dtype):
-        return asked
-    found = DTYPE_ALIASES.get(asked) or TORCH_DTYPES.get(asked.removeprefix("torch."))
+    if asked is None:
+        return None
+    found = asked if isinstance(asked, torch.dtype) else None
+    if isinstance(asked, str):
+        found = DTYPE_ALIASES.get(asked) or TORCH_DTYPES.get(asked.removeprefix("torch."))
+    fix = f"use one of {', '.join(DTYPE_ALIASES)}, or a torch.dtype."
     if found is None:
+        raise CheckpointError(f"{asked!r:.80} is no dtype.", fix=fix)
+    if not found.is_floating_point:
         raise CheckpointError(
-            f"{asked!r:.80} is no dtype.",
-            fix=f"use one of {', '.join(DTYPE_ALIASES)}, or a torch.dtype.",
+            f"{asked!r:.80} is no floating-point dtype.", "Weights would lose their fractions.", fix
         )
     return found
 

@@ -7,6 +7,7 @@ import os
 import stat
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ from torch import Tensor
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import files
 from deepseek_zero.checkpoint.readahead import BLOCK_BYTES
-from deepseek_zero.checkpoint.safetensors_file import DTYPE_NAMES, TensorInfo, encode_header
+from deepseek_zero.checkpoint.safetensors_file import (
+    DTYPE_NAMES,
+    TensorInfo,
+    dtype_of,
+    encode_header,
+)
 from deepseek_zero.checkpoint.writebehind import StreamingWriter
 
 RUN = {"run": "a1", "rank": "0"}
@@ -84,3 +90,9 @@ def test_a_disk_without_write_access_is_named(
 def test_a_dtype_without_a_name_there_is_refused() -> None:
     with pytest.raises(CheckpointError, match="complex128"):
         encode_header([TensorInfo("odd", (1,), torch.complex128)], RUN)
+
+
+@pytest.mark.parametrize("asked", [5, float, b"fp32", "fp8", "int8", torch.int64, torch.complex64])
+def test_only_floating_point_dtypes_can_be_asked_for(asked: Any) -> None:
+    with pytest.raises(CheckpointError, match="dtype"):
+        dtype_of(asked)
