@@ -31,8 +31,8 @@ from ..sharding.param_info import ParamInfo
 from ..sharding.param_ranges import owned_range
 from ..tiers.tier import Storage
 from .contents import Contents
-from .format import INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
-from .numpy_values import Plain
+from .format import INNER, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk, decode, encode
+from .numpy_values import Plain, with_python_numbers
 from .piece import ModelPiece
 from .safetensors_file import dtype_name, dtype_named
 
@@ -405,17 +405,18 @@ def saved_scalar(value: Any) -> Plain | None:
         A dict with the keys "value" and "dtype"; None if a manifest cannot store the value.
     """
     if isinstance(value, Tensor):
-        return {"value": value.item(), "dtype": dtype_name(value.dtype)}
+        return {"value": encode(value.item(), "", {}), "dtype": dtype_name(value.dtype)}
     if value is None or isinstance(value, (bool, int, float, str)):
-        return {"value": value, "dtype": None}
+        return {"value": encode(with_python_numbers(value), "", {}), "dtype": None}
     return None
 
 
 def scalar_value(saved: Plain) -> Any:
     """Return the number that `saved_scalar` converted."""
+    value = decode(saved["value"], {})
     if saved["dtype"] is None:
-        return saved["value"]
-    return torch.tensor(saved["value"], dtype=dtype_named(saved["dtype"]))
+        return value
+    return torch.tensor(value, dtype=dtype_named(saved["dtype"]))
 
 
 def _unstorable(key: str, value: Any, name: str) -> CheckpointError:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from deepseek_zero.base.errors import CheckpointError
+from deepseek_zero.checkpoint.state import saved_scalar, scalar_value
 from deepseek_zero.compat.deepspeed.engine import DeepSpeedEngine
 from tests.compositions import Here, config_of, engines_of_threads
 from tests.in_process import Rank, run_ranks
@@ -244,3 +248,9 @@ def test_states_that_are_tensor_subclasses_are_not_offloaded(tmp_path: Path) -> 
 
     plain = on_ranks(lambda here, rank: body(here, rank, offloads=False))
     assert on_ranks(lambda here, rank: body(here, rank, offloads=True)) == plain
+
+
+@pytest.mark.parametrize("value", [math.inf, torch.tensor(-math.inf), np.float64(0.5), None, 3])
+def test_a_number_of_an_optimizer_is_restored(value: Any) -> None:
+    found = scalar_value(json.loads(json.dumps(saved_scalar(value), allow_nan=False)))
+    assert found == value and isinstance(found, Tensor) == isinstance(value, Tensor)
