@@ -15,7 +15,7 @@ from typing import Any
 from ....base.errors import CheckpointError
 from ....checkpoint import files
 from ....checkpoint.format import LATEST_UNIVERSAL
-from ....checkpoint.read import open_checkpoint
+from ....checkpoint.read import open_checkpoint, resolve_checkpoint
 from ....checkpoint.staging import staged_output
 
 _AT_ONCE = 1 << 24  # bytes per read
@@ -36,6 +36,8 @@ def parse_arguments() -> argparse.Namespace:
 def main(args: Any = None) -> None:
     """Copy the checkpoint `args.input_folder` to `args.output_folder`.
 
+    If the input is a directory of checkpoints, the one that the file `latest` names is copied.
+
     Args:
         args: Parsed options; None to parse the command line.
 
@@ -43,7 +45,7 @@ def main(args: Any = None) -> None:
         CheckpointError: The input is not a checkpoint, or the output exists.
     """
     given = args if args is not None else parse_arguments()
-    source = Path(given.input_folder)
+    source = resolve_checkpoint(Path(given.input_folder), None)
     out = Path(given.output_folder)
     with ExitStack() as stack:
         open_checkpoint(source, None, stack)  # raises if the folder is not a checkpoint
@@ -52,7 +54,7 @@ def main(args: Any = None) -> None:
             f"'{out}' exists already.", fix="name another output_folder, or remove that one."
         )
     with staged_output(out) as draft:
-        for path in sorted(source.iterdir()):
+        for path in sorted(path for path in source.iterdir() if path.is_file()):
             with open(path, "rb") as given_file, files.new_file(draft.path / path.name) as written:
                 while part := given_file.read(_AT_ONCE):
                     written.write(part)

@@ -54,3 +54,14 @@ def test_a_universal_checkpoint_loads_under_its_name(tmp_path: Path) -> None:
         universal.main(
             SimpleNamespace(input_folder=str(tmp_path), output_folder=str(tmp_path / "none"))
         )
+
+
+def test_a_directory_means_the_checkpoint_that_latest_names(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    (tmp_path / "run" / "one" / "plots").mkdir()
+    universal.main(
+        SimpleNamespace(input_folder=str(tmp_path / "run"), output_folder=str(tmp_path / "copy"))
+    )
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {
+        path.name for path in (tmp_path / "run" / "one").iterdir() if path.is_file()
+    }
