@@ -315,7 +315,16 @@ def _foreign_layout(
                 "Files in that layout contain the states of several ranks.",
                 'pass one folder on all ranks, or set checkpoint.layout to "slices".',
             )
-        return named if isinstance(named, EngineLayout) else None
+        if not isinstance(named, EngineLayout):
+            return None
+        unused = ["wait=False"] if not settings.wait else []
+        unused += ["checkpoint.keep_last"] if chosen.keep_last is not None else []
+        if unused:
+            log_once(
+                f"{' and '.join(unused)}: no effect, because checkpoint.layout is {named.title}.",
+                logging.WARNING,
+            )
+        return named
     wants_slices = (
         not settings.wait or chosen.keep_last is not None or chosen.save_on_signal.path is not None
     )
@@ -488,7 +497,14 @@ def _restore_counters(
     if hasattr(engine.training_dataloader, "load_state_dict") and saved.get("data") is not None:
         engine.training_dataloader.load_state_dict(saved["data"])
     if has_schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+        if hasattr(engine.lr_scheduler, "load_state_dict"):
+            engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+        else:
+            log_once(
+                f"the learning-rate schedule {type(engine.lr_scheduler).__name__} has no "
+                "load_state_dict: it starts from its beginning.",
+                logging.WARNING,
+            )
 
 
 def _warn_of_other_batch(engine: Trainer, saved: Mapping[str, Any] | None) -> None:

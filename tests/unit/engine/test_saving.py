@@ -1,0 +1,58 @@
+"""Checkpoints of programs with unusual schedules and settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deepseek_zero
+from deepseek_zero.engine import saving
+
+
+class OnlySteps:
+    """A learning-rate schedule without states."""
+
+    def step(self) -> None:
+        pass
+
+
+def build(make_schedule: Any = None, **top: Any) -> Any:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = None if make_schedule is None else make_schedule(optimizer)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, **top}
+    return deepseek_zero.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+    )[0]
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(saving, "log_once", lambda text, *_: said.append(text))
+    return said
+
+
+def test_a_schedule_without_states_starts_from_its_beginning(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    saved = build(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    saved.save_checkpoint(tmp_path)
+    engine = build(lambda _: OnlySteps())
+    assert engine.load_checkpoint(tmp_path)[0] is not None
+    assert "OnlySteps has no load_state_dict" in warnings[0]
+
+
+def test_settings_without_effect_on_deepspeeds_layout_are_named(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    engine = build(checkpoint={"layout": "deepspeed", "keep_last": 1})
+    engine.save_checkpoint(tmp_path, wait=False)
+    assert warnings == [
+        "wait=False and checkpoint.keep_last: no effect, because checkpoint.layout is "
+        "DeepSpeed's layout."
+    ]
