@@ -60,7 +60,7 @@ def attend_gathered(
         key: Keys of the same shape, with fewer heads if the kernel supports that.
         value: Values of the same shape as the keys.
         is_causal: Whether a token attends only to itself and earlier tokens.
-        window: Each token attends only to the last `window` tokens, including itself. None means no
+        window: Each token attends only to tokens that are less than `window` away. None means no
             limit.
 
     Returns:
@@ -95,7 +95,7 @@ def block_of(
         chunk: The number of tokens of a chunk.
         tokens: The number of tokens of the sequence.
         is_causal: Whether a token attends only to itself and earlier tokens.
-        window: Each token attends only to the last `window` tokens, including itself. None means no
+        window: Each token attends only to tokens that are less than `window` away. None means no
             limit.
         device: The device of the mask.
 
@@ -103,14 +103,16 @@ def block_of(
         A slice of the keys, and a mask (query tokens, key tokens) or None if every query attends to
         every key.
     """
-    if not is_causal:
+    if not is_causal and window is None:
         return slice(0, tokens), None
     first = place * chunk
+    last = first + chunk
     start = 0 if window is None else max(0, first - window + 1)
-    rows, columns = (torch.arange(begin, first + chunk, device=device) for begin in (first, start))
-    behind = rows[:, None] - columns
-    mask = behind >= 0
-    return slice(start, first + chunk), mask if window is None else mask & (behind < window)
+    stop = last if is_causal or window is None else min(tokens, last + window - 1)
+    rows = torch.arange(first, last, device=device)
+    behind = rows[:, None] - torch.arange(start, stop, device=device)
+    mask = behind >= 0 if is_causal else torch.ones_like(behind, dtype=torch.bool)
+    return slice(start, stop), mask if window is None else mask & (behind.abs() < window)
 
 
 def _gather(group: SequenceGroup, key: Tensor, value: Tensor) -> Tensors:

@@ -614,13 +614,16 @@ class _Shared:
         queries, keys = (torch.arange(length, device=mask.device) for length in mask.shape[-2:])
         behind = queries[:, None] - keys
         share = len(keys) // len(self.places)
-        due = queries[:, None] // share == keys // share  # in one chunk
+        in_one_chunk = queries[:, None] // share == keys // share
+        due = in_one_chunk
         if window is not None:
             due = due & (behind.abs() < window)
         if is_causal:
             if len(queries) > 1 and bool((seen & (behind < 0)).any()):
                 return "sees later tokens, and has no is_causal that says so"
             due = due & (behind >= 0)
+        elif window is not None and bool((seen & in_one_chunk & ~due).any()):
+            return "sees tokens outside of its window"
         return "hides tokens that it is given" if bool((due & ~seen).any()) else ""
 
     def attend(

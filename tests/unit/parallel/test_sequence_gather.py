@@ -72,7 +72,9 @@ def gathered(
 
 
 @pytest.mark.parametrize("reads_in_place", [False, True])
-@pytest.mark.parametrize(("is_causal", "window"), [(True, None), (True, 3), (False, None)])
+@pytest.mark.parametrize(
+    ("is_causal", "window"), [(True, None), (True, 3), (False, None), (False, 3)]
+)
 @pytest.mark.parametrize(("size", "many", "few"), [(2, 3, 3), (2, 4, 1), (4, 3, 1), (4, 4, 4)])
 def test_blocks_have_the_bits_of_one_process(
     size: int, many: int, few: int, is_causal: bool, window: int | None, reads_in_place: bool

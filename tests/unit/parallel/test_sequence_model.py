@@ -345,6 +345,16 @@ def test_a_model_is_shared_only_once() -> None:
     run_ranks(2, body)
 
 
+def test_windows_in_both_directions_are_those_of_one_process() -> None:
+    transformers = pytest.importorskip("transformers")
+    words = SMALL | {"num_hidden_layers": 3, "local_attention": 4, "pad_token_id": 0}
+    config = transformers.ModernBertConfig(**words, global_attn_every_n_layers=3)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.ModernBertForMaskedLM(config).train()
+    compare(model, Mesh(sp=2), batch(0))
+
+
 def test_a_batch_without_tokens_is_refused() -> None:
     labels = torch.zeros(2, 4, dtype=torch.long)
     with pytest.raises(UsageError, match="neither input_ids nor inputs_embeds"):
