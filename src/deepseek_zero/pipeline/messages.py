@@ -41,6 +41,13 @@ _DTYPES = (
     torch.bool,
     torch.complex64,
     torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
 )
 
 
@@ -198,10 +205,12 @@ class StageLane:
         for number, tensor in enumerate(tensors):
             if not tensor.numel():
                 continue
-            while number >= len(buffers):
-                buffers.append(self.comm.empty(0, torch.uint8))
-            if buffers[number].numel() != tensor.nbytes:
-                buffers[number] = self.comm.empty(tensor.nbytes, torch.uint8)
+            # Later steps write the buffer too, maybe outside of `torch.inference_mode`
+            with torch.inference_mode(False):
+                while number >= len(buffers):
+                    buffers.append(self.comm.empty(0, torch.uint8))
+                if buffers[number].numel() != tensor.nbytes:
+                    buffers[number] = self.comm.empty(tensor.nbytes, torch.uint8)
             buffers[number].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
             pending.append(self.comm.pass_on(buffers[number], None, self.name, what))
 

@@ -21,7 +21,7 @@ from deepseek_zero.pipeline.layers import (
     TiedLayerSpec,
 )
 from deepseek_zero.pipeline.messages import StageLinks
-from deepseek_zero.pipeline.schedule import make_schedule
+from deepseek_zero.pipeline.schedule import forward_only, make_schedule
 from deepseek_zero.pipeline.ties import Ties
 from tests.in_process import Rank, run_ranks
 from tests.models import Block
@@ -129,6 +129,44 @@ def test_a_list_of_layers_has_the_bits_of_one_process(stages: int, interval: int
         lambda name: 2 if name.startswith("tied_modules") else 1,
         are_summed=True,
     )
+
+
+def test_a_step_may_follow_an_evaluation_in_inference_mode() -> None:
+    """The step writes the buffers from which the evaluation has sent."""
+
+    def body(rank: Rank) -> int:
+        mesh = Mesh(pp=2).on_world(rank.size, rank.index)
+        schedule = make_schedule("1f1b", 2, 1, MANY)
+        links = StageLinks(rank.comm, mesh, schedule)
+        executor = PipelineExecutor(links, [LayersStage(built(2, rank.index))])
+        batches = [batch(micro) for micro in range(MANY)]
+        with torch.inference_mode():
+            executor.run(forward_only(2, 1, MANY), batches)
+        return len(executor.run(schedule, batches).losses or ())
+
+    assert run_ranks(2, body, reads_in_place=True) == [0, MANY]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.bool], ids=str)
+def test_stages_send_each_other_tensors_of_any_dtype(dtype: torch.dtype) -> None:
+    received: list[Tensor] = []
+
+    def first(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.ones(3).to(dtype)
+
+    def last(both: tuple[Tensor, Tensor]) -> Tensor:
+        received.append(both[1])
+        return both[0].sum()
+
+    def body(rank: Rank) -> None:
+        mesh = Mesh(pp=2).on_world(rank.size, rank.index)
+        schedule = make_schedule("1f1b", 2, 1, 1)
+        stage = LayersStage(LayerStages([first, last], 2, rank.index, method="uniform"))
+        executor = PipelineExecutor(StageLinks(rank.comm, mesh, schedule), [stage])
+        executor.run(schedule, [Labelled(torch.ones(2, requires_grad=True))])
+
+    run_ranks(2, body)
+    assert received[0].dtype == dtype and received[0].float().tolist() == [1.0] * 3
 
 
 def test_names_and_builds_are_those_of_the_whole_list() -> None:
