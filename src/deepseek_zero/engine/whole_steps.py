@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import chain, count
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -34,9 +33,10 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
         The mean loss over the micro-batches of all ranks: a scalar, the same on every rank.
 
     Raises:
-        UsageError: `data_iter` is None and the engine has no data loader, `data_iter` is not an
-            iterator, the model returns no scalar loss, or the engine has no optimizer. With a
-            pipeline, also if earlier forwards have begun the step, or if `pipeline.rows` is "own".
+        UsageError: `data_iter` is None and the engine has no data loader or an empty one,
+            `data_iter` is not an iterator, the model returns no scalar loss, or the engine has no
+            optimizer. With a pipeline, also if earlier forwards have begun the step, or if
+            `pipeline.rows` is "own".
         StopIteration: The iterator yields fewer micro-batches than a step needs.
         SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
             (checkpoint.save_on_signal).
@@ -219,6 +219,8 @@ def taken(engine: Engine, batches: Iterator[Any], many: int) -> list[Any]:
 def own_batches(engine: Engine) -> Iterator[Any]:
     """Return an iterator over the engine's own loader, epoch after epoch.
 
+    The iterator raises `UsageError` if an epoch has no batch.
+
     Raises:
         UsageError: The engine has no loader.
     """
@@ -229,5 +231,20 @@ def own_batches(engine: Engine) -> Iterator[Any]:
             "pass an iterator of micro-batches, or training_data to initialize.",
         )
     if engine.own_batches is None:
-        engine.own_batches = chain.from_iterable(engine.training_dataloader for _ in count())
+        engine.own_batches = _endless(engine.training_dataloader)
     return engine.own_batches
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of a loader, epoch after epoch, until an epoch has none."""
+    is_empty = False
+    while not is_empty:
+        is_empty = True
+        for batch in loader:
+            is_empty = False
+            yield batch
+    raise UsageError(
+        "the engine's data loader yields no batch.",
+        "Its dataset is empty, or has fewer samples than a step and dataloader_drop_last is true.",
+        "pass more samples, or set dataloader_drop_last to false.",
+    )

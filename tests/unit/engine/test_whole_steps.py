@@ -20,9 +20,10 @@ class Mean(torch.nn.Linear):
         return super().forward(input).mean()
 
 
-def started() -> Any:
-    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    return deepseek_zero.initialize(model=Mean(2, 2), config=config, training_data=[BATCH[0]])[0]
+def started(samples: int = 1, **more: Any) -> Any:
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}} | more
+    data = [BATCH[0]] * samples
+    return deepseek_zero.initialize(model=Mean(2, 2), config=config, training_data=data)[0]
 
 
 def test_micro_batches_that_are_not_an_iterator_are_refused() -> None:
@@ -39,3 +40,17 @@ def test_micro_batches_that_are_not_an_iterator_are_refused() -> None:
 def test_an_evaluation_of_no_micro_batches_is_refused(many: Any) -> None:
     with pytest.raises(UsageError, match="num_micro_batches"):
         started().eval_batch(iter([BATCH, BATCH]), many)
+
+
+@pytest.mark.parametrize("samples", [0, 3])
+def test_a_loader_without_batches_is_refused(samples: int) -> None:
+    engine = started(samples, train_batch_size=4, dataloader_drop_last=True)
+    with pytest.raises(UsageError, match="yields no batch"):
+        engine.train_batch()
+
+
+def test_a_loader_is_read_again_after_an_epoch() -> None:
+    engine = started(2)
+    for _ in range(5):
+        engine.train_batch()
+    assert engine.global_steps == 5
