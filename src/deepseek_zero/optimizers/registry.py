@@ -214,9 +214,11 @@ def resolve_optimizer(name: str, params: Options) -> OptimizerSpec:
     cls = _adam_class(key, params) if named.switches is _ADAM_SWITCHES else named.cls()
     granularity = granularity_of(cls)
     owner = f"optimizer {shown(name)}"
+    _refuse_odd_switches(owner, named, params)
     own = _without_deepspeed_names(owner, named, params)
     given = checked_arguments(owner, cls, own, {*named.only, *named.switches})
-    defaults = {} if params.get("torch_adam") is True else dict(named.defaults)
+    is_deepspeeds = params.get("torch_adam") in (False, None, "auto")
+    defaults = dict(named.defaults) if is_deepspeeds else {}
     if cls in _WITH_FUSED_KERNEL and not _EXCLUDE_FUSED & given.keys():
         defaults["fused"] = True
     spec = OptimizerSpec(cls, defaults | given, granularity)
@@ -292,6 +294,21 @@ def _refuse_max_grad_norm(params: Options) -> None:
             fix='remove it and set "gradient_clipping": '
             f"{shown(params['max_grad_norm'])} at the top level.",
         )
+
+
+# A backend by name; all other switches are booleans
+_NAMES = frozenset({"comm_backend_name"})
+
+
+def _refuse_odd_switches(owner: str, named: _Named, params: Options) -> None:
+    """Raise ConfigError if a switch is not a boolean, because a string would select the class."""
+    for name in sorted(named.switches - _NAMES):
+        value = params.get(name)
+        if value not in (True, False, None) and not _is_auto(value):
+            raise ConfigError(
+                f"{owner}: {name!r} must be true or false, not {shown(value)}.",
+                fix="write true or false without quotes.",
+            )
 
 
 def _adam_class(key: str, params: Options) -> type[Optimizer]:

@@ -275,3 +275,17 @@ def test_element_means_that_slices_on_a_block_boundary_give_the_same_bits(name: 
         together.step()
         apart.step()
     assert torch.equal(torch.cat(slices), whole)
+
+
+@pytest.mark.parametrize("name", ["adam_w_mode", "torch_adam", "set_grad_none"])
+@pytest.mark.parametrize("value", ["true", "false", 2, []])
+def test_a_switch_that_is_not_a_boolean_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' must be true or false"):
+        resolve_optimizer("Adam", {name: value})
+
+
+def test_a_switch_may_be_a_number_or_null() -> None:
+    assert resolve_optimizer("Adam", {"adam_w_mode": 1}).cls is torch.optim.AdamW
+    assert resolve_optimizer("Adam", {"adam_w_mode": 0}).cls is torch.optim.Adam
+    assert "weight_decay" not in resolve_optimizer("AdamW", {"torch_adam": 1}).defaults
+    assert resolve_optimizer("AdamW", {"torch_adam": None}).defaults["weight_decay"] == 0.0
