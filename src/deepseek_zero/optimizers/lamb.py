@@ -49,6 +49,7 @@ class LambSettings:
             self.lr >= 0
             and self.eps >= 0
             and self.weight_decay >= 0
+            and len(self.betas) == 2
             and all(0 <= b < 1 for b in self.betas)
         )
         if not sound or not 0 < self.min_coeff <= self.max_coeff:

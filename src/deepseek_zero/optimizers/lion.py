@@ -54,7 +54,8 @@ class Lion(Optimizer):
         weight_decay: float = 0.0,
         maximize: bool = False,
     ) -> None:
-        if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
+        is_pair = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        if not lr >= 0 or not weight_decay >= 0 or not is_pair:
             raise ConfigError(
                 f"Lion cannot use lr={lr}, betas={betas}, weight_decay={weight_decay}.",
                 fix="give lr >= 0, weight_decay >= 0 and both betas in [0, 1).",

@@ -155,8 +155,12 @@ class LRSchedule(ABC):
         """Return the value of a setting for each group."""
         count = len(self.optimizer.param_groups)
         value: PerGroup = getattr(self.settings, name)
-        if isinstance(value, int | float):
-            return [float(value)] * count
+        if isinstance(value, int | float) or getattr(value, "ndim", None) == 0:
+            return [float(value)] * count  # type: ignore[arg-type]  # or a scalar array
+        if isinstance(value, str) or not hasattr(value, "__len__"):
+            raise ConfigError(
+                f"{name} is {shown(value)}.", fix="give one number, or one for each group."
+            )
         if len(value) != count:
             raise ConfigError(
                 f"{name} lists {len(value)} values for {count} parameter groups.",

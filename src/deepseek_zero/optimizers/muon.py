@@ -87,14 +87,19 @@ class MuonSettings:
         rates = [rate for rate in (self.lr, self.muon_lr, self.adam_lr) if rate is not None]
         # NaN fails every comparison
         sound = (
-            all(rate >= 0 for rate in rates) and self.weight_decay >= 0 and 0 <= self.momentum < 1
+            all(rate >= 0 for rate in rates)
+            and self.weight_decay >= 0
+            and self.eps >= 0
+            and 0 <= self.momentum < 1
+            and len(self.betas) == 2
+            and all(0 <= beta < 1 for beta in self.betas)
         )
         if not sound or not isinstance(self.ns_steps, int) or not 1 <= self.ns_steps < _TOO_MANY:
             raise ConfigError(
                 f"Muon cannot use {self}.",
                 fix=(
-                    "give learning rates and weight_decay >= 0, momentum in [0, 1) and ns_steps "
-                    "from 1 to 99."
+                    "give learning rates, weight_decay and eps >= 0, momentum and two betas in "
+                    "[0, 1) and ns_steps from 1 to 99."
                 ),
             )
 
@@ -391,13 +396,13 @@ def as_matrices(update: Tensor) -> Tensor:
         A view of shape ``(first dimension, product of all others)``. Tensors with at most three
         dimensions are returned unchanged.
     """
-    return update.reshape(update.shape[0], -1) if update.ndim > 3 else update
+    return update.flatten(1) if update.ndim > 3 else update
 
 
 def factor_of(matrices: Tensor) -> float:
     """Return the factor ``sqrt(max(1, rows / columns))`` by which an update is multiplied."""
     rows, columns = matrices.shape[-2:]
-    return float(max(1.0, rows / columns) ** 0.5)
+    return float(max(1.0, rows / max(columns, 1)) ** 0.5)
 
 
 def _is_hidden(tensor: Tensor, outer: Collection[int]) -> bool:

@@ -99,7 +99,8 @@ def test_a_saved_state_resumes_with_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"lr": -1.0}, {"min_coeff": 2.0, "max_coeff": 1.0}, {"betas": (0.9, 1.0)}]
+    "settings",
+    [{"lr": -1.0}, {"min_coeff": 2.0, "max_coeff": 1.0}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}],
 )
 def test_impossible_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="Lamb cannot use"):

@@ -105,7 +105,9 @@ def test_a_saved_state_resumes_with_the_same_bits() -> None:
     assert torch.equal(resumed, straight)
 
 
-@pytest.mark.parametrize("settings", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"weight_decay": -0.1}])
+@pytest.mark.parametrize(
+    "settings", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"betas": (0.9,)}, {"weight_decay": -0.1}]
+)
 def test_impossible_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="Lion cannot use"):
         Lion([torch.ones(1)], **settings)

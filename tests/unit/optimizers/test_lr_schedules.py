@@ -230,6 +230,14 @@ def test_a_schedule_by_name_gives_a_rate_that_is_a_tensor_the_same_values(name: 
     assert rates[1] == pytest.approx(rates[0])
 
 
+def test_a_rate_may_be_a_scalar_tensor_and_must_be_a_number() -> None:
+    schedule = WarmupLR(groups(0.3), warmup_max_lr=torch.tensor(0.5), warmup_num_steps=0)
+    assert schedule.get_last_lr() == [0.5]
+    for value in (None, "0.1"):
+        with pytest.raises(ConfigError, match="warmup_min_lr is"):
+            WarmupLR(groups(0.3), warmup_min_lr=value)
+
+
 def test_a_wrapped_optimizer_is_found_and_anything_else_is_refused() -> None:
     inner = groups(0.3)
     schedule = WarmupLR(SimpleNamespace(optimizer=inner), warmup_num_steps=0)

@@ -207,6 +207,22 @@ def test_a_vector_cannot_be_orthogonalised() -> None:
         Muon([{"params": [torch.ones(3)], "use_muon": True}])
 
 
+@pytest.mark.parametrize(
+    "settings", [{"betas": (0.9, 1.5)}, {"betas": (0.9,)}, {"eps": -1.0}, {"momentum": 1.0}]
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="Muon cannot use"):
+        Muon([torch.ones(2, 2)], **settings)
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 4, 2, 2), (2, 0, 3, 3)])
+def test_a_parameter_without_elements_is_stepped(shape: tuple[int, ...]) -> None:
+    empty = nn.Parameter(torch.ones(shape))
+    empty.grad = torch.ones(shape)
+    Muon([empty]).step()
+    assert empty.shape == shape
+
+
 def test_an_unknown_method_is_named() -> None:
     with pytest.raises(ConfigError, match="does not know ns_method 'cubic'"):
         Muon([torch.ones(2, 2)], ns_method="cubic")
