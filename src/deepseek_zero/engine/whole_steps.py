@@ -15,6 +15,8 @@ from ..sharding.irregular_passes import reduce_step
 from .engine import Engine
 from .micro_batches import arguments_of, loss_of, mean_of_ranks
 
+MOST_EMPTY = 2  # epochs without a batch, in a row
+
 
 def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tensor:
     """Run a whole training step: all its micro-batches, then the update.
@@ -231,20 +233,28 @@ def own_batches(engine: Engine) -> Iterator[Any]:
             "pass an iterator of micro-batches, or training_data to initialize.",
         )
     if engine.own_batches is None:
-        engine.own_batches = _endless(engine.training_dataloader)
+        refusal = UsageError(
+            "the engine's data loader yields no batch.",
+            "Its dataset is empty, or has fewer samples than a step and dataloader_drop_last is "
+            "true.",
+            "pass more samples, or set dataloader_drop_last to false.",
+        )
+        engine.own_batches = endless(engine.training_dataloader, refusal)
     return engine.own_batches
 
 
-def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches of a loader, epoch after epoch, until an epoch has none."""
-    is_empty = False
-    while not is_empty:
-        is_empty = True
+def endless(loader: Iterable[Any], refusal: UsageError) -> Iterator[Any]:
+    """Yield the batches of a loader, epoch after epoch.
+
+    Args:
+        loader: The loader, which is iterated once per epoch. A single epoch may have no batch, as
+            after loading a checkpoint of the end of an epoch.
+        refusal: The error that is raised if two epochs in a row have no batch.
+    """
+    empty = 0
+    while empty < MOST_EMPTY:
+        empty += 1
         for batch in loader:
-            is_empty = False
+            empty = 0
             yield batch
-    raise UsageError(
-        "the engine's data loader yields no batch.",
-        "Its dataset is empty, or has fewer samples than a step and dataloader_drop_last is true.",
-        "pass more samples, or set dataloader_drop_last to false.",
-    )
+    raise refusal

@@ -54,3 +54,13 @@ def test_a_loader_is_read_again_after_an_epoch() -> None:
     for _ in range(5):
         engine.train_batch()
     assert engine.global_steps == 5
+
+
+def test_a_run_continues_from_the_end_of_an_epoch() -> None:
+    engine = started(2)
+    engine.train_batch()
+    engine.train_batch()
+    resumed = started(2)
+    resumed.training_dataloader.load_state_dict(engine.training_dataloader.state_dict())
+    resumed.train_batch()
+    assert resumed.training_dataloader.epoch == 1

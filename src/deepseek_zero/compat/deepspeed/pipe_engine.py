@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ...base.errors import DeepSeekZeroError, UsageError
-from ...engine.whole_steps import evaluate, own_batches, train_batch
+from ...engine.whole_steps import endless, evaluate, own_batches, train_batch
 from . import activation_checkpointing
 from .engine import DeepSpeedEngine
 from .pipe_topology import PipelineParallelGrid
@@ -148,21 +148,12 @@ class PipelineEngine(DeepSpeedEngine):
         `train_batch` starts to read it from the beginning, and raises `UsageError` if it yields
         nothing.
         """
-
-        def again() -> Iterator[Any]:
-            is_empty = False
-            while not is_empty:
-                is_empty = True
-                for item in loader:
-                    is_empty = False
-                    yield item
-            raise UsageError(
-                "the loader of the pipeline yields no batch.",
-                "It is empty, or it is an iterator that has ended.",
-                "pass a DataLoader, which can be read again, with at least one batch.",
-            )
-
-        self._data = again()
+        refusal = UsageError(
+            "the loader of the pipeline yields no batch.",
+            "It is empty, or it is an iterator that has ended.",
+            "pass a DataLoader, which can be read again, with at least one batch.",
+        )
+        self._data = endless(loader, refusal)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Set a function that converts each item of the data to (inputs, labels).
