@@ -314,6 +314,8 @@ def _norm(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) ->
         or order == "nuc"
     ):
         raise _unreadable(grad, f"{name} along a dimension")
+    if name == "linalg_norm" and order not in (None, "fro") and grad.dim() > 1:
+        raise _unreadable(grad, f"{name} of a matrix with ord={order}")
     param, gradients, part = _known(grad, name)
     power = 2.0 if order in (None, "fro") else float(order)
     found = gradients.norm(param, part, power)
