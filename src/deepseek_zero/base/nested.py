@@ -7,8 +7,8 @@ caller. `map_inputs` creates new containers, because a module's arguments belong
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from copy import deepcopy
-from dataclasses import fields, is_dataclass, replace
+from copy import copy, deepcopy
+from dataclasses import fields, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -153,7 +153,8 @@ def map_inputs(value: Any, change: Change) -> Any:
     """Return `value` with each tensor replaced, in new containers.
 
     Args:
-        value: A tensor, or usual containers of tensors. Other objects are returned unchanged.
+        value: A tensor, or usual containers of tensors. Dataclasses are copied without a call of
+            their constructor. Other objects are returned unchanged.
         change: A function that returns the replacement of a tensor.
 
     Returns:
@@ -168,10 +169,12 @@ def map_inputs(value: Any, change: Change) -> Any:
         changed = [map_inputs(item, change) for item in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            f.name: map_inputs(getattr(value, f.name), change) for f in fields(value) if f.init
-        }
-        return replace(value, **changes)
+        made = copy(value)  # the constructor would reset the fields that it does not take
+        for each in fields(value):
+            if hasattr(value, each.name):
+                inner = map_inputs(getattr(value, each.name), change)
+                object.__setattr__(made, each.name, inner)
+        return made
     return value
 
 
