@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..base.log import log_first
-from .attend import attend
+from .attend import attend, check_shapes
 from .layouts import BlockLayout
 from .plan import AttentionShape, Pattern, added, whole_mask
 from .rows import Bias, BiasRule
@@ -75,6 +75,7 @@ class SparseAttention:
         """
         pattern = Pattern.of(self.layout, is_causal=is_causal, window=window, reach=reach)
         if dropout:
+            check_shapes(query, key, value, biases)
             return self._dense(query, key, value, pattern, scale, biases, dropout)
         return attend(
             query,

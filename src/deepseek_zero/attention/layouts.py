@@ -46,6 +46,12 @@ class BlockLayout:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if isinstance(value, list):
+                raise ConfigError(
+                    f"{name} = {shown(value)} in a layout of blocks.",
+                    "Layouts are keys of caches, and a list cannot be.",
+                    f"pass a tuple, {name}={shown(tuple(value))}.",
+                )
             if type(value) is int and value < (0 if name in ("num_random_blocks", "seed") else 1):
                 raise ConfigError(
                     f"{name} = {value} in a layout of blocks.", "", "state a positive number."

@@ -222,6 +222,12 @@ def test_invalid_layouts_are_refused(mode: str, arguments: dict[str, Any], words
         layout_of(mode, arguments)
 
 
+def test_a_list_for_a_tuple_is_refused() -> None:
+    """Layouts are keys of caches, so attention raised TypeError."""
+    with pytest.raises(ConfigError, match=r"pass a tuple, local_window_blocks=\(4,\)"):
+        Variable(local_window_blocks=[4])  # type: ignore[arg-type]
+
+
 def test_layouts_are_equal_by_value() -> None:
     assert layout_of("variable", {"local_window_blocks": [2, 3]}) == Variable(
         local_window_blocks=(2, 3)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepseek_zero.attention import rows
 from deepseek_zero.attention.attend import attend
+from deepseek_zero.attention.layer import SparseAttention
 from deepseek_zero.attention.layouts import (
     BigBird,
     BlockLayout,
@@ -288,5 +289,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match="attention of queries"):
             attend(*given, Pattern())
+        with pytest.raises(UsageError, match="attention of queries"):
+            SparseAttention(Dense())(*given, dropout=0.1)
     with pytest.raises(UsageError, match="a bias or mask of"):
         attend(query, key, value, Pattern(), biases=[torch.zeros(1, 1, 1, 7)])
