@@ -45,10 +45,12 @@ class StageOutput(dict[str, Any]):
     """The output of a model that is divided into pipeline stages, with the loss on every rank.
 
     The loss is available as `.loss`, `["loss"]` and `[0]`. Other values are only on the last stage;
-    accessing them raises KeyError or AttributeError with an explanation.
+    accessing them raises KeyError, AttributeError or IndexError with an explanation.
     """
 
     def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int) and not -len(self) <= key < len(self):
+            raise IndexError(_elsewhere(str(key)))
         if isinstance(key, int | slice):
             return tuple(self.values())[key]
         return super().__getitem__(key)

@@ -344,6 +344,8 @@ def test_the_output_of_a_call_has_its_loss_on_all_stages_and_other_values_on_the
             _ = output.logits
         with pytest.raises(KeyError, match="'logits' stays on the last stage"):
             _ = output["logits"]
+        with pytest.raises(IndexError, match="'1' stays on the last stage"):
+            _ = output[1]
     assert not found.loss.requires_grad
     assert float(whole["loss"]) == float(found.loss)
     torch.testing.assert_close(whole["logits"], expected["logits"])
