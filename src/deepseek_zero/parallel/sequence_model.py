@@ -130,11 +130,11 @@ def own_tokens(
             "Each rank takes as many tokens as every other.",
             f"pad it to {math.ceil(length / chunks) * chunks} tokens, labels with {IGNORED}.",
         )
-    if "position_ids" not in found:
+    if found.get("position_ids") is None:
         found["position_ids"] = torch.arange(length, device=tokens.device).expand(samples, length)
-    if shifts and "labels" in found:
-        labels = found.pop("labels")
-        found.setdefault("shift_labels", nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:])
+    labels = found.pop("labels", None) if shifts else None
+    if labels is not None and found.get("shift_labels") is None:
+        found["shift_labels"] = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     share = length // chunks
     for name, value in found.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
@@ -415,7 +415,8 @@ class _Shared:
 
     def own_part(self, batch: Mapping[str, Any]) -> Any:
         """Return this rank's part of a batch, unless it is split or the caller splits."""
-        is_cut = "position_ids" in batch and ("labels" not in batch or not self._is_causal_loss)
+        has_labels = self._is_causal_loss and batch.get("labels") is not None
+        is_cut = batch.get("position_ids") is not None and not has_labels
         if is_cut or not self.settings.weighs_loss:
             return batch
         return own_tokens(

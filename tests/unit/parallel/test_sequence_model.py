@@ -363,3 +363,11 @@ def test_a_batch_without_tokens_is_refused() -> None:
         own_tokens({"labels": labels, "input_ids": None}, 0, 2)
     found = own_tokens({"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 3)}, 0, 2)
     assert found["inputs_embeds"].shape == (2, 2, 3)
+
+
+def test_arguments_that_are_none_count_as_missing() -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    found = own_tokens({"input_ids": tokens, "labels": None, "position_ids": None}, 1, 2)
+    assert found["position_ids"].tolist() == [[2, 3]] * 2 and "shift_labels" not in found
+    found = own_tokens({"input_ids": tokens, "labels": tokens + 5, "shift_labels": None}, 1, 2)
+    assert found["shift_labels"].tolist() == [[5, -100]] * 2
