@@ -11,6 +11,7 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero.engine import saving
+from deepseek_zero.utils import safe_get_full_optimizer_state
 
 
 class OnlySteps:
@@ -56,3 +57,30 @@ def test_settings_without_effect_on_deepspeeds_layout_are_named(
         "wait=False and checkpoint.keep_last: no effect, because checkpoint.layout is "
         "DeepSpeed's layout."
     ]
+
+
+def test_frozen_parameters_may_be_left_out_of_deepspeeds_files_of_stage_0(tmp_path: Path) -> None:
+    def frozen() -> Any:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(False)
+        config = {
+            "train_batch_size": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "checkpoint": {"layout": "deepspeed"},
+        }
+        return deepseek_zero.initialize(model=model, config=config)[0]
+
+    engine = frozen()
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    other = frozen()
+    other.load_checkpoint(tmp_path, load_module_strict=False)
+    for mine, saved in zip(
+        other.module[1].parameters(), engine.module[1].parameters(), strict=True
+    ):
+        assert torch.equal(mine, saved)
+        assert torch.equal(
+            safe_get_full_optimizer_state(mine, "exp_avg"),
+            safe_get_full_optimizer_state(saved, "exp_avg"),
+        )

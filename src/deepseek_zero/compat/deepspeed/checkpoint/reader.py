@@ -724,8 +724,10 @@ def _add_replicated(
     ]
     stated = [name for group in identity.get("groups", ()) for name in group]
     orders = [list(parameters), [name for name in parameters if name in trained]]
+    # Frozen parameters that were not saved have numbers, but no shape
+    not_saved = {"shape": ()}
     for names in [stated] if stated else orders:
-        shapes = [tuple(parameters[name]["shape"]) for name in names]
+        shapes = [tuple(parameters.get(name, not_saved)["shape"]) for name in names]
         if flats is not None:
             if sum(flat.numel() for flat in flats) == sum(map(prod, shapes)):
                 found.manifest.extra["groups"] = _add_flat_masters(found, optimizer, flats, names)
@@ -745,6 +747,8 @@ def _add_replicated(
     if stated:
         is_used = [name not in identity["frozen"] for name in stated]
     for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+        if name not in parameters:
+            continue
         if masters:
             _master(found, name, shape, masters[index].dtype)
             found.add(WEIGHT, name, "", 0, masters[index])
