@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepseek_zero
 from deepseek_zero.base.errors import BatchMismatchError, UsageError
+from deepseek_zero.compat.deepspeed.pipe import PipelineModule
 from deepseek_zero.parallel.apply import virtual
 from deepseek_zero.planner.split import split_of
 from tests.reference import OPTIMIZERS
@@ -192,6 +194,42 @@ def test_unsupported_operations_of_a_stage_are_refused_by_name() -> None:
         )
     table = str(deepseek_zero.plan(llama(), config_of(1, "fp32"), ranks=2, mesh={"pp": 2}))
     assert "2 stages on 2 ranks" in table  # traced with the model's dummy_inputs
+
+
+class Counting(nn.Linear):
+    """A layer that counts its forwards in a tensor, which is its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+@pytest.mark.ranks(2)
+def test_extra_states_of_all_stages_are_restored(tmp_path: Path) -> None:
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+
+    def build() -> Any:
+        layers = PipelineModule([Counting() for _ in range(4)], num_stages=2, loss_fn=F.mse_loss)
+        return engine_of(layers, None, config_of(1, "fp32"))
+
+    engine = build()
+    engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2, 4))] * MANY))
+    engine.save_checkpoint(folder[0])
+    other = build()
+    other.load_checkpoint(folder[0])
+    calls = [each.calls for each in other.module.modules() if isinstance(each, Counting)]
+    assert calls == [torch.full((1,), MANY)] * 2
 
 
 @pytest.mark.ranks(2)

@@ -6,7 +6,9 @@ dicts under the name `_extra_state`.
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 
 from ..base.errors import CheckpointError
 from ..base.log import log_once
-from .format import encode
+from ..sharding.runtime import Runtime
+from .format import decode, encode
+from .lockstep import run_and_gather
 
 
 def extra_states(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -43,6 +47,36 @@ def extra_states(model: nn.Module) -> dict[str, dict[str, Any]]:
             )
         else:
             found[name] = state
+    return found
+
+
+def extra_states_of_all(runtime: Runtime) -> dict[str, dict[str, Any]]:
+    """Return the extra states of the modules of all pipeline stages.
+
+    The first rank of each stage provides those of its modules.
+
+    Args:
+        runtime: The runtime of this rank's model.
+
+    Note:
+        Collective if there are several stages: every rank of the world must call it.
+    """
+    if "pp" not in runtime.comm.along:
+        return extra_states(runtime.model)
+    is_first = not any((runtime.plan.mesh.coordinates | {"pp": 0}).values())
+
+    def pack() -> list[str]:
+        states = extra_states(runtime.model) if is_first else {}
+        tensors: dict[str, Tensor] = {}
+        plain = json.dumps(encode(states, "", tensors))
+        stream = io.BytesIO()
+        torch.save(tensors, stream)
+        return [plain, base64.b64encode(stream.getvalue()).decode()]
+
+    found: dict[str, dict[str, Any]] = {}
+    for plain, packed in run_and_gather(runtime.comm.whole, "saving: the extra states", pack):
+        tensors = torch.load(io.BytesIO(base64.b64decode(packed)), weights_only=True)
+        found = {**decode(json.loads(plain), tensors), **found}
     return found
 
 

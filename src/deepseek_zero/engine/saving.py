@@ -38,7 +38,7 @@ from ..checkpoint.contents import (
     LoadSettings,
     SaveSettings,
 )
-from ..checkpoint.extra_state import extra_states, restore_extra_states
+from ..checkpoint.extra_state import extra_states_of_all, restore_extra_states
 from ..checkpoint.format import LATEST, NEWEST, checked_tag, tag_to_save
 from ..checkpoint.layouts import EngineLayout, is_checkpoint, layout_named, layout_of
 from ..checkpoint.lockstep import run_and_gather, run_on_first_rank
@@ -255,7 +255,7 @@ def save_checkpoint(
         engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     )
     trainer["owed"] = None
-    trainer["extra_state"] = extra_states(engine.runtime.model)
+    trainer["extra_state"] = extra_states_of_all(engine.runtime)
     for policy in engine.optimizer.policies if engine.optimizer is not None else ():
         if policy.checkpoint_key:
             trainer[policy.checkpoint_key] = policy.state_dict()
