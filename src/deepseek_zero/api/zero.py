@@ -66,7 +66,8 @@ class Init(zero_init.Init):
             `config_dict_or_path`. The others are accepted and have no effect.
 
     Raises:
-        UsageError: An argument is unknown or cannot be used.
+        UsageError: An argument is unknown or cannot be used, or the object is entered inside its
+            own block.
 
     Note:
         Collective: every rank must construct the same model.

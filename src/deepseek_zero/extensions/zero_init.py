@@ -294,6 +294,9 @@ class Init:
             the context ends, because their names are known only then.
         enabled: If false, the context does nothing.
 
+    Raises:
+        UsageError: An argument has another type, or the object is entered inside its own block.
+
     Note:
         Collective: every rank must build the same model.
     """
@@ -350,6 +353,12 @@ class Init:
         return self._comm
 
     def __enter__(self) -> Init:
+        if self._handle is not None:
+            raise UsageError(
+                "a zero.Init object was entered inside its own block.",
+                "It would go on to shard all modules that are built after the outer block.",
+                "create another zero.Init for the inner block, or leave the inner block out.",
+            )
         if self.enabled:
             self.is_open = True
             self._handle = register_module_module_registration_hook(self._on_registration)

@@ -1,4 +1,4 @@
-"""Values that `zero.Init` must not change."""
+"""Values that `zero.Init` must not change, and modules that it must not shard."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.extensions.gathered_parameters import GatheredParameters
 from deepseek_zero.extensions.zero_init import Init
 from tests.in_process import Rank, bare, run_ranks
@@ -90,3 +91,11 @@ def test_a_value_that_exists_stays_next_to_one_on_the_meta_device() -> None:
     for found in run_ranks(2, body):
         assert bool((found["0.weight"] == 7.0).all())
         assert bool(found["0.bias"].isfinite().all())
+
+
+def test_one_object_is_not_entered_twice_at_a_time() -> None:
+    session = Init()
+    for _ in range(2):
+        with session, pytest.raises(UsageError, match="inside its own block"), session:
+            pass
+    assert type(nn.Sequential(nn.Linear(2, 2))[0].weight) is nn.Parameter
