@@ -277,6 +277,18 @@ def test_init_distributed_refuses_other_arguments(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
+def test_a_launchers_ranks_meet_over_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    deepseek_zero.init_distributed("gloo", init_method=f"file://{tmp_path}/store")
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_missing_deepspeed_names_raise_an_error_and_work_with_hasattr() -> None:
     for name in {*missing_names("deepspeed"), *IN_THE_DROPIN}:
         assert not hasattr(deepseek_zero, name)

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import deepseek_zero as dz
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.compat.deepspeed import module_stub
+from deepseek_zero.compat.deepspeed.data_pipeline import data_sampler
 from deepseek_zero.compat.deepspeed.data_pipeline.config import get_data_efficiency_config
 from deepseek_zero.compat.deepspeed.data_pipeline.curriculum_scheduler import CurriculumScheduler
 from deepseek_zero.compat.deepspeed.data_pipeline.data_sampler import DeepSpeedDataSampler
@@ -347,13 +348,20 @@ def test_a_state_of_deepspeed_continues_in_a_new_order(tmp_path: Path) -> None:
     assert len(batch) == 3 and all(LENGTHS[sample] <= 8 for sample in batch)
 
 
-def test_samples_without_a_possible_batch_are_refused(tmp_path: Path) -> None:
+def test_samples_without_a_possible_batch_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = index_files(tmp_path, "length", LENGTHS)
     with pytest.raises(UsageError, match="as easy as the curriculum begins"):
         next(iter(sampler({"length": metric("value", 0, 1, 100, **files)})))
     few = metric("value", 1, 1, 1, **files)  # only five samples have this length
     with pytest.raises(UsageError, match="finds 10 samples"):
         list(sampler({"length": few}, 0, 4))
+    monkeypatch.setattr(data_sampler, "_MOST_EMPTY_STEPS", 9)
+    stays = sampler({"length": few | {"schedule_type": "custom", "max_difficulty": 5}}, 0, 4)
+    stays.set_custom_curriculum_learning_schedule({"length": lambda step: 1})
+    with pytest.raises(UsageError, match="takes 12"):  # it never reaches its maximum
+        next(iter(stays))
     with pytest.raises(UsageError, match="difficulty_type"):
         sampler({"length": metric("rank", 1, 2, 1)})
     with pytest.raises(UsageError, match="curriculum_metrics"):

@@ -558,6 +558,9 @@ def test_states_are_offloaded_by_the_optimizer_as_by_its_engine(stage: int) -> N
     engine.optimizer.reload_states(non_blocking=True)
     assert not engine.offloaded_states
     assert engine.config["zero_optimization"]["offload_optimizer"]["device"] == "none"
+    engine.offload_states(include=OffloadStateTypeEnum.hp_params)
+    assert engine.offloaded_states == {OffloadStateTypeEnum.hp_params}
+    engine.reload_states()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -623,6 +626,13 @@ def test_a_callable_optimizer_gets_parameters_or_the_groups_that_were_passed() -
 def test_workers_of_a_loader_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     loader = built(config(1)).deepspeed_io([torch.ones(HIDDEN)] * 3, num_local_io_workers=2)
     assert len(list(loader)) == 3 and "num_local_io_workers=2" in caplog.text
+
+
+def test_a_loader_of_an_unknown_route_is_shuffled() -> None:
+    samples = [torch.full((1,), number) for number in range(12)]
+    loader = built(config(1)).deepspeed_io(samples, batch_size=1, route="encode")
+    found = [int(batch) for batch in loader]
+    assert sorted(found) == list(range(12)) and found != list(range(12))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepseek_zero import comm
-from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.compat.deepspeed import (
     groups,
@@ -86,3 +86,5 @@ def test_groups_use_the_mesh_of_the_current_engine(monkeypatch: pytest.MonkeyPat
     another = object()
     monkeypatch.setattr(groups, "get_world_group", lambda: another)
     assert groups.get_data_parallel_world_size() == 16, "another default group"
+    with pytest.raises(UsageError, match="tensor_model_parallel_size=0"):
+        groups._init_tp_mesh_device(0)

@@ -69,3 +69,13 @@ def test_other_sum_dtypes_at_stage_0_are_refused_under_deepspeeds_name(
     else:
         with pytest.raises(NotImplementedError, match="unsupported mix"):
             defaults.refuse_other_sums(raw)
+
+
+def test_states_without_moments_need_the_same_number_of_groups(as_deepspeed: None) -> None:
+    import deepspeed  # noqa: F401  # select the drop-in
+
+    engine = make({"zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD"}})
+    states = engine.optimizer.optimizer.state_dict()
+    states["param_groups"] *= 2
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        engine.optimizer.optimizer.load_state_dict(states)

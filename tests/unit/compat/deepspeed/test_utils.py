@@ -34,5 +34,8 @@ def test_helpers_return_deepspeeds_results(caplog: pytest.LogCaptureFixture) -> 
     first = torch.rand(2)
     utils.set_random_seed(3)
     assert torch.equal(torch.rand(2), first)
+    with pytest.raises(RuntimeError, match="no_device"), OnDevice(torch.bfloat16, "no_device"):
+        pass
+    assert torch.get_default_dtype() is torch.float32
     log_dist_once("said once")
     log_dist_once("said once")

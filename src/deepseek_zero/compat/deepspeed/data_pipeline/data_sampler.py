@@ -27,6 +27,8 @@ from .indexed_dataset import MMapIndexedDataset, find_fit_int_dtype
 Array = np.ndarray[Any, Any]
 Difficulties = dict[str, Any]  # metric -> difficulty; None before the first
 
+_MOST_EMPTY_STEPS = 100_000  # in succession; a schedule has then no samples at all
+
 WHERE = "data_efficiency.data_sampling.curriculum_learning"
 
 
@@ -101,6 +103,7 @@ class DeepSpeedDataSampler:
         self.index_dtype = find_fit_int_dtype(0, one_epoch_total_samples)
         self.np_rng = np.random.default_rng(data_efficiency_config["seed"])
         self.consumed_samples = self.curriculum_step = 0
+        self._empty_steps = 0  # in succession, without a full micro-batch
         self.batch: list[int] = []  # samples of all ranks that are left in the current step
         self._given: deque[list[int]] = deque(maxlen=gradient_accumulation_steps)
         self.current_difficulties: Difficulties = {}
@@ -320,6 +323,8 @@ class DeepSpeedDataSampler:
         while self.consumed_samples <= self.total_samples:
             if not self.batch:
                 self.get_next_global_batch()
+                is_empty = len(self.batch) < least
+                self._empty_steps = self._empty_steps + 1 if is_empty else 0
                 self._refuse_too_few(least)
             current = self.batch[:many]
             self.batch = self.batch[many:]
@@ -333,15 +338,17 @@ class DeepSpeedDataSampler:
     def _refuse_too_few(self, least: int) -> None:
         """Raise an error if neither this step nor any later one can fill a micro-batch.
 
-        That is so if all difficulties are at their maximum and the clusters are still too small.
+        That is so if all difficulties are at their maximum and the clusters are still too small. A
+        custom schedule may stay below its maximum, so the number of such steps is limited, too.
         """
         levels = self.current_difficulties.items()
         is_last = all(level >= self._metrics[metric]["max_difficulty"] for metric, level in levels)
+        is_last = is_last or self._empty_steps >= _MOST_EMPTY_STEPS
         if is_last and len(self.batch) < least:
             raise UsageError(
                 f"the curriculum finds {len(self.batch)} samples for a step, and a micro-batch "
                 f"takes {least}.",
-                fix=f"raise max_difficulty in {WHERE}, or lower the micro-batch size.",
+                fix=f"raise the difficulties in {WHERE}, or lower the micro-batch size.",
             )
 
     def deal_steps_of(self, samples: int) -> None:
