@@ -14,6 +14,7 @@ from ..base.device import default_device
 from ..base.errors import NotBuiltError, UsageError
 from ..base.given import whole_number
 from ..base.mesh import PATIENCE, default_backend, device_of_group
+from ..base.world import discover
 from ..comm.net.store import launchers_store
 
 
@@ -129,6 +130,11 @@ def join(
         if urlsplit(init_method or "").scheme == "file":
             backend = dist_backend or default_backend(default_device())
             device_id = device_of_group(backend)
+            if rank < 0 and world_size < 0 and not urlsplit(init_method or "").query:
+                found = discover(os.environ)
+                if found.size > 1 or "WORLD_SIZE" in os.environ:  # else torch asks for them
+                    rank = found.rank
+                    world_size = found.size
             dist.init_process_group(
                 backend, init_method, timeout or PATIENCE, world_size, rank, device_id=device_id
             )
