@@ -529,7 +529,8 @@ class ZeroEngine(Exports, Engine):
         else in the folder for temporary files. Any use of an offloaded state raises UsageError.
 
         Args:
-            include: Kinds of state, as `OffloadStateTypeEnum` or its values. By default all.
+            include: One or several kinds of state, as `OffloadStateTypeEnum` or its values. By
+                default all.
                 `hp_params` are the main weights, `lp_params` the weights that compute (in fp32
                 these are the same, and stay unless `lp_params` is given), `lp_grads` the memory of
                 gradients, `contiguous_grad_buffer` that of messages.
@@ -544,9 +545,8 @@ class ZeroEngine(Exports, Engine):
         Note:
             Collective: every rank must call it, between two steps.
         """
-        asked = (
-            KINDS if include is None else [str(getattr(kind, "value", kind)) for kind in include]
-        )
+        given = [include] if isinstance(include, str) else include
+        asked = KINDS if given is None else [str(getattr(kind, "value", kind)) for kind in given]
         if unknown := sorted(set(asked) - set(KINDS)):
             wanted = f"kinds of state: {', '.join(KINDS)}"
             raise refuse(

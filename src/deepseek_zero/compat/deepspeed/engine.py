@@ -555,7 +555,8 @@ class DeepSpeedEngine(ZeroEngine):
         Args:
             dataset: Dataset from which the loader reads this rank's samples.
             batch_size: Samples of a micro-batch of one rank; None for the configured size.
-            route: "train", "eval" or "predict"; determines whether the samples are shuffled.
+            route: "train", "eval" or "predict"; determines whether the samples are shuffled. As in
+                DeepSpeed, the samples of any other route are shuffled.
             pin_memory: Ignored; memory is pinned if the device is a GPU.
             data_sampler: Sampler to use instead of a DistributedSampler.
             collate_fn: Function that makes a batch of samples.
@@ -588,7 +589,7 @@ class DeepSpeedEngine(ZeroEngine):
         take = _own_part(self.mesh, self.module)
         if sampler is None and not isinstance(dataset, IterableDataset):
             shares = self.mesh.data_size, self.mesh.data_index
-            is_training = route == "train"
+            is_training = route not in ("eval", "predict")
             sampler = DistributedSampler(
                 dataset, *shares, shuffle=is_training, drop_last=drop_last and is_training
             )
