@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ...base.errors import NotBuiltError, UsageError
+from ...base.given import whole_number
 from ...base.mesh import PATIENCE, REDUCE_AXES, Mesh
 from ...engine.engine import Engine
 from . import comm as dist
@@ -79,6 +80,9 @@ def _init_tp_mesh_device(
     The functions of this module use this mesh until an engine is created. Returns this rank's
     data-parallel and tensor-parallel groups. Every rank must call this.
     """
+    whole_number(
+        "_init_tp_mesh_device", "tensor_model_parallel_size", tensor_model_parallel_size, 1
+    )
     size = dist.get_world_size()
     rank = dist.get_rank()
     if size % tensor_model_parallel_size or data_parallel_size not in (

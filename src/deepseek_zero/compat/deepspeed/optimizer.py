@@ -479,9 +479,10 @@ def _load_flat_states(optimizer: ShardedOptimizer, state: State) -> None:
     moments = [
         (number, value) for number, each in state["state"].items() for value in each.values()
     ]
-    if any(
-        _is_moment(value) and tuple(value.shape) != lengths.get(number) for number, value in moments
-    ):
+    is_flat = len(state["param_groups"]) == count and all(
+        tuple(value.shape) == lengths.get(number) for number, value in moments if _is_moment(value)
+    )
+    if not is_flat:
         load_inner(optimizer.shard_set, state)
         return
     found: dict[int, State] = {}

@@ -78,10 +78,11 @@ class OnDevice:
 
     def __enter__(self) -> OnDevice:
         if self.enabled:
+            device = torch.device(self.device)  # raises before the dtype changes
             before = torch.get_default_dtype()
             self._inside.callback(torch.set_default_dtype, before)
             torch.set_default_dtype(self.dtype)
-            self._inside.enter_context(torch.device(self.device))
+            self._inside.enter_context(device)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero as dz
@@ -79,3 +80,4 @@ def test_states_without_moments_need_the_same_number_of_groups(as_deepspeed: Non
     states["param_groups"] *= 2
     with pytest.raises(ValueError, match="different number of parameter groups"):
         engine.optimizer.optimizer.load_state_dict(states)
+    dist.destroy_process_group()  # the group of one rank that DeepSpeed starts
