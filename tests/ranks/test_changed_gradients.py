@@ -201,13 +201,16 @@ def compare(edit: Edit, run: Any, plain: Plainly, about: str) -> None:
     run.end()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+STAGES = [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3]
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_step_uses_what_the_program_has_made_of_grad(stage: int) -> None:
     for edit in EDITS:
         compare(edit, ByEngine(stage), Plainly(), f"{edit.__name__} by the engine")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_zero_optimizer_uses_what_the_program_has_made_of_grad(stage: int) -> None:
     for edit in EDITS:
         compare(edit, ByHand(stage), Plainly(), f"{edit.__name__} by hand")

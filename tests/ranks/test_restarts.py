@@ -44,6 +44,7 @@ def restart(folder: Path, way: str, ends: Sequence[End], steps: int, seconds: fl
     return [int(step) for _, step in reached]
 
 
+@pytest.mark.slow  # takes half a minute
 @pytest.mark.timeout(180)
 def test_training_resumes_after_a_restart_under_torchrun(tmp_path: Path) -> None:
     assert restart(tmp_path, "torch", [(1, "step 6", 0.001)], 9, 150) == [0, 4]

@@ -68,7 +68,7 @@ def trained(
 
 
 @pytest.mark.ranks("ranks")
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_every_stage_trains_to_the_same_bits_with_either_kind_of_master(
     ranks: int, accumulation: int

@@ -91,7 +91,7 @@ def bytes_expected(engine: Any, kinds: tuple[str, ...], dtype: torch.dtype) -> i
 
 
 @pytest.mark.parametrize("top", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.ranks(2)
 def test_the_memory_of_states_is_returned_and_their_bits_are_restored(
     stage: int, top: dict[str, Any]
