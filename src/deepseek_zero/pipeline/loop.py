@@ -265,8 +265,11 @@ class PlainLoop:
             found = None
             is_bare = False
             if outputs is not None:
-                losses = [loss for each in outputs if (loss := loss_in(each)) is not None]
                 is_bare = isinstance(outputs[0], Tensor)
+                # A tensor of rows is no loss, although it may have one row and one column
+                has_rows = is_bare and any(each.dim() > 1 or each.numel() > 1 for each in outputs)
+                found_losses = [] if has_rows else map(loss_in, outputs)
+                losses = [loss for loss in found_losses if loss is not None]
                 rest = iter(outputs)
                 found = [join_rows([next(rest) for _ in batch.parts]) for batch in given]
             loss, kind = self._losses_of_last_stage(losses, given, is_bare=is_bare)

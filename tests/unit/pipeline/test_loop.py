@@ -353,6 +353,30 @@ def test_the_output_of_a_call_has_its_loss_on_all_stages_and_other_values_on_the
     torch.testing.assert_close(logits["logits"], expected["logits"])
 
 
+class Scores(Summed):
+    """A model that returns only one score for each row."""
+
+    def forward(self, tokens: Tensor, targets: Any = None, num_items_in_batch: Any = None) -> Any:
+        return super().forward(tokens)["logits"].mean((1, 2), keepdim=True)[:, 0]
+
+
+@pytest.mark.parametrize("own_rows", [False, True])
+def test_the_score_of_one_row_is_no_loss(own_rows: bool) -> None:
+    (batch,) = batches_of(0, 1, 2)
+    whole = seeded(Scores)(batch.tokens[:2]).detach()
+
+    def body(rank: Rank) -> Any:
+        here = Loop(rank, seeded(Scores), 1, None if own_rows else 2, stage=0, own_rows=own_rows)
+        here.model.eval()
+        count = 1 + rank.index if own_rows else 2
+        return here.loop((batch.tokens[:count],), {})
+
+    for rank, found in enumerate(run_ranks(2, body)):
+        if own_rows:
+            torch.testing.assert_close(found, whole[: 1 + rank])
+    torch.testing.assert_close(found, whole)
+
+
 @pytest.mark.parametrize("parts", [None, 2])
 def test_each_rank_has_what_the_model_returns_for_its_own_rows(parts: int | None) -> None:
     """Sequence lengths and totals differ between ranks."""
