@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -89,6 +89,7 @@ class Trainer(Protocol):
     optimizer: ShardedOptimizer | None
     lr_scheduler: Any
     training_dataloader: Any
+    own_batches: Iterator[Any] | None
     mesh: Mesh
     client_state: Callable[[], Mapping[str, Any]] | None
     global_steps: int
@@ -496,6 +497,7 @@ def _restore_counters(
             policy.states_loaded(optimizer.loss_scale / saved_scale)
     if hasattr(engine.training_dataloader, "load_state_dict") and saved.get("data") is not None:
         engine.training_dataloader.load_state_dict(saved["data"])
+        engine.own_batches = None  # an iterator of before would continue at its own position
     if has_schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         if hasattr(engine.lr_scheduler, "load_state_dict"):
             engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ class Mean(torch.nn.Linear):
 
 def started(samples: int = 1, **more: Any) -> Any:
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}} | more
-    data = [BATCH[0]] * samples
+    data = [BATCH[0] * number for number in range(samples)]
     return deepseek_zero.initialize(model=Mean(2, 2), config=config, training_data=data)[0]
 
 
@@ -64,3 +65,19 @@ def test_a_run_continues_from_the_end_of_an_epoch() -> None:
     resumed.training_dataloader.load_state_dict(engine.training_dataloader.state_dict())
     resumed.train_batch()
     assert resumed.training_dataloader.epoch == 1
+
+
+def test_a_load_rewinds_the_batches_of_train_batch(tmp_path: Path) -> None:
+    engine = started(8)
+    engine.train_batch()
+    engine.save_checkpoint(tmp_path)
+    before = engine.training_dataloader.state_dict()
+    seen = []
+    engine.module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].clone()))
+    engine.train_batch()
+    engine.train_batch()
+    engine.load_checkpoint(tmp_path)
+    assert engine.training_dataloader.state_dict() == before
+    engine.train_batch()
+    engine.train_batch()
+    assert torch.equal(torch.cat(seen[2:]), torch.cat(seen[:2]))
