@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
-from ..base.errors import UsageError
+from ..base.errors import UsageError, shown
 
 JSONL_NAME = "metrics.jsonl"
 CSV_NAME = "metrics.csv"
@@ -100,24 +100,27 @@ def open_for_append(path: Path, header: str = "") -> IO[str]:
     Raises:
         UsageError: The existing file has another header, so its columns would be wrong.
     """
+    if header and path.exists():
+        _refuse_other_header(path, header)
     _drop_incomplete_line(path)
     file = path.open("a", encoding="utf-8", newline="")
-    if not header:
-        return file
     if path.stat().st_size == 0:
         file.write(header)
         file.flush()
-        return file
-    with path.open(encoding="utf-8", newline="") as existing:
+    return file
+
+
+def _refuse_other_header(path: Path, header: str) -> None:
+    """Raise `UsageError` if a file has another header, before the file is changed."""
+    with path.open(encoding="utf-8", errors="replace", newline="") as existing:
         found = existing.readline()
-    if found.splitlines() != header.splitlines():
-        file.close()
+    # A killed run may have written a part of the header
+    if found.splitlines() != header.splitlines() and not header.startswith(found):
         raise UsageError(
-            f"{path} has the columns {found.strip()!r}, not {header.strip()!r}.",
+            f"{path} has the columns {shown(found.strip(), 300)}, not {header.strip()!r}.",
             "It was written by another version or another program.",
             "move the file away or choose another folder.",
         )
-    return file
 
 
 def csv_line(values: list[Any]) -> str:

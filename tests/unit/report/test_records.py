@@ -89,11 +89,12 @@ def test_a_loss_that_is_not_finite_stays_valid_json(tmp_path: Path) -> None:
     assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
 
 
-def test_a_csv_file_of_another_program_is_refused_and_unchanged(tmp_path: Path) -> None:
-    (tmp_path / CSV_NAME).write_text("a,b\n1,2\n")
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "a,b\n1,2", "a,b"])
+def test_a_csv_file_of_another_program_is_refused_and_unchanged(tmp_path: Path, text: str) -> None:
+    (tmp_path / CSV_NAME).write_text(text)
     with pytest.raises(UsageError, match="has the columns 'a,b'"):
         RecordWriter(tmp_path)
-    assert (tmp_path / CSV_NAME).read_text() == "a,b\n1,2\n"
+    assert (tmp_path / CSV_NAME).read_text() == text
 
 
 def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
