@@ -6,6 +6,7 @@ caller. `map_inputs` creates new containers, because a module's arguments belong
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Mapping, MutableMapping
 from copy import copy, deepcopy
 from dataclasses import fields, is_dataclass
@@ -153,8 +154,8 @@ def map_inputs(value: Any, change: Change) -> Any:
     """Return `value` with each tensor replaced, in new containers.
 
     Args:
-        value: A tensor, or usual containers of tensors. Dataclasses are copied without a call of
-            their constructor. Other objects are returned unchanged.
+        value: A tensor, or usual containers of tensors. Dataclasses and subclasses of containers
+            are copied with their attributes. Other objects are returned unchanged.
         change: A function that returns the replacement of a tensor.
 
     Returns:
@@ -166,8 +167,7 @@ def map_inputs(value: Any, change: Change) -> Any:
         items = {key: map_inputs(item, change) for key, item in value.items()}
         return items if type(value) is dict else _rebuilt(value, items)
     if isinstance(value, (list, tuple)):
-        changed = [map_inputs(item, change) for item in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+        return _sequence_of(value, [map_inputs(item, change) for item in value])
     if is_dataclass(value) and not isinstance(value, type):
         made = copy(value)  # the constructor would reset the fields that it does not take
         for each in fields(value):
@@ -178,7 +178,31 @@ def map_inputs(value: Any, change: Change) -> Any:
     return value
 
 
+def _sequence_of(value: Any, items: list[Any]) -> Any:
+    """Return a list or tuple of the type of `value`, with its attributes and other items."""
+    if type(value) in (list, tuple):
+        return type(value)(items)
+    if hasattr(value, "_fields"):
+        return type(value)(*items)
+    if isinstance(value, list):
+        made = copy(value)
+        made[:] = items
+        return made
+    try:
+        found = tuple.__new__(type(value), items)
+    except TypeError:  # a type of torch, such as torch.Size
+        return type(value)(items)
+    if hasattr(value, "__dict__"):
+        vars(found).update(vars(value))
+    return found
+
+
 def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if isinstance(value, (dict, UserDict)):
+        made = copy(value)
+        for key, item in items.items():
+            made[key] = item
+        return made
     try:
         return type(value)(items)  # type: ignore[call-arg]
     except TypeError:

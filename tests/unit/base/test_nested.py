@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import UserDict, defaultdict
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -43,3 +46,52 @@ def test_a_frozen_dataclass_with_slots_is_copied() -> None:
     found = map_inputs([batch], lambda tensor: tensor + 1)
     assert found[0].tokens.tolist() == [2.0, 2.0]
     assert batch.tokens.tolist() == [1.0, 1.0]
+
+
+class Pair(tuple[Any, ...]):
+    def __new__(cls, first: Any, second: Any) -> Pair:
+        return super().__new__(cls, (first, second))
+
+
+class Slotted(tuple[Any, ...]):
+    __slots__ = ()
+
+
+class Boxes(list[Any]):
+    pass
+
+
+class Options(dict[Any, Any]):
+    pass
+
+
+class Encoding(UserDict[Any, Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Pair(torch.ones(2), 7),
+        Boxes([torch.ones(2), 7]),
+        Options({0: torch.ones(2), 1: 7}),
+        Encoding({0: torch.ones(2), 1: 7}),
+        defaultdict(int, {0: torch.ones(2), 1: 7}),
+        Slotted((torch.ones(2), 7)),
+        torch.ones(2, 2).max(0),
+    ],
+)
+def test_a_subclass_of_a_container_keeps_its_attributes(value: Any) -> None:
+    if hasattr(value, "__dict__"):
+        value.mode = "train"
+    first = value[0]
+    found = map_inputs(value, lambda tensor: tensor + 1)
+    assert type(found) is type(value)
+    if hasattr(value, "__dict__"):
+        assert found.mode == "train"
+    assert found[0].tolist() == [2.0, 2.0]
+    assert value[0] is first
+
+
+def test_a_shape_stays_one() -> None:
+    assert map_inputs(torch.Size([2, 3]), torch.neg) == torch.Size([2, 3])
