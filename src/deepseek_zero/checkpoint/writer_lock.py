@@ -50,10 +50,19 @@ class WriterLock:
     def acquire(self, directory: Path) -> None:
         """Lock a directory, and release the previous one.
 
+        If a program has removed the directory, it is created and locked again.
+
         Raises:
             CheckpointError: Another job writes to the directory.
         """
         key = os.path.realpath(directory)
+        held = _held_locks.get(key)
+        if held is not None and not _has_name(held.descriptor, held.path):
+            with files.describing_errors(f"claiming '{directory}'"):
+                files.make_folders(directory)
+                again = _lock(directory)
+            os.close(held.descriptor)
+            held.descriptor = again.descriptor
         if key != self._key or key not in _held_locks:
             self.release()
             with files.describing_errors(f"claiming '{directory}'"):
