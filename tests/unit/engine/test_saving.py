@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 import deepseek_zero
+from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.engine import saving
+from deepseek_zero.extensions import AdaptivePrecision
 from deepseek_zero.utils import safe_get_full_optimizer_state
 
 
@@ -84,3 +86,13 @@ def test_frozen_parameters_may_be_left_out_of_deepspeeds_files_of_stage_0(tmp_pa
             safe_get_full_optimizer_state(mine, "exp_avg"),
             safe_get_full_optimizer_state(saved, "exp_avg"),
         )
+
+
+def test_deepspeeds_layout_refuses_units_that_precision_auto_computes_in_fp32(
+    tmp_path: Path,
+) -> None:
+    engine = build(precision="auto", bf16={"enabled": True}, checkpoint={"layout": "deepspeed"})
+    adaptive = engine.optimizer.policy(AdaptivePrecision)
+    adaptive.restore([engine.runtime.units[0].name])
+    with pytest.raises(CheckpointError, match=r"computes in fp32 \(auto\)"):
+        engine.save_checkpoint(tmp_path)

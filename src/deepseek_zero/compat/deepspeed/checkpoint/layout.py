@@ -112,6 +112,8 @@ class DeepSpeedLayout(EngineLayout):
             return "an update is owed (delayed_update_after), which DeepSpeed's layout cannot store"
         if stateful := sorted(contents.trainer.get("extra_state", ())):
             return f"the module '{stateful[0]}' has an extra state, which this layout cannot store"
+        if lifted := [unit.name for unit in contents.runtime.units if unit.is_promoted]:
+            return f"the unit '{lifted[0]}' computes in fp32 (auto), which this layout cannot store"
         optimizer = contents.optimizer
         states = optimizer.inner.state if optimizer is not None else {}
         for shard in optimizer.shards() if optimizer is not None else ():
