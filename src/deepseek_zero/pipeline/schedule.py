@@ -208,6 +208,12 @@ def make_schedule(
             "Each is at least 1.",
             "give whole numbers from 1 on.",
         )
+    if group is not None and group < 1:
+        raise UsageError(
+            f"breadth_first in groups of {group} micro-batches.",
+            "A group has at least 1.",
+            "give a whole number from 1 on, or leave group out.",
+        )
     if name not in SCHEDULES:
         raise UsageError(
             f"pipeline schedule {shown(name)} is unknown.",

@@ -279,6 +279,9 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
         make_schedule("breadth_first", 4, 2, 8, group=2)
     with pytest.raises(UsageError, match="unknown"):
         make_schedule("gpipe", 2, 1, 4)
+    for group in (0, -1):
+        with pytest.raises(UsageError, match="in groups of"):
+            make_schedule("breadth_first", 2, 1, 4, group=group)
     with pytest.raises(UsageError, match="at least 1"):
         make_schedule("1f1b", 2, 1, 0)
 
