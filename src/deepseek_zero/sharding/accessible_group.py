@@ -21,7 +21,12 @@ class AccessibleGroup(Group):
     def fetch_for(self, param: nn.Parameter) -> bool:
         self.refuse_offloaded_weight()
         runtime = self.runtime()
-        return runtime is not None and bool(runtime.externals.fetch(self))
+        found = runtime is not None and bool(runtime.externals.fetch(self))
+        if found and not self.is_sharded:
+            # A load_state_dict that an exception ended has left them without values
+            for member in self.members:
+                member.unshard(self.weight.view(member.slot))
+        return found
 
     def name_of(self, param: nn.Parameter) -> str:
         return self.members[self.index[id(param)]].name

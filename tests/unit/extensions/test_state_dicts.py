@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from deepseek_zero.extensions.gathered_parameters import GatheredParameters
 from deepseek_zero.extensions.state_dicts import StateDicts
-from tests.in_process import Rank, bare, run_ranks
+from tests.in_process import Rank, bare, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
 
 
@@ -66,3 +67,26 @@ def test_the_parameters_themselves_stay_sharded_in_a_local_state_dict_with_keep_
         assert all(kept[name] is param for name, param in params.items())
 
     run_ranks(2, body)
+
+
+class Outdated(nn.Linear):
+    """Refuses the extra state of a state dict."""
+
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        raise ValueError(state)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_model_can_be_used_after_a_load_that_an_exception_ended(stage: int) -> None:
+    def body(rank: Rank) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), Outdated(2, 2))
+        runtime = sharded(rank, model, stage=stage)
+        with pytest.raises(ValueError, match="1"):
+            model.load_state_dict(model.state_dict())
+        runtime.model(torch.ones(1, 2)).sum().backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+    run_ranks(1, body)
