@@ -98,6 +98,7 @@ class Trainer(Protocol):
     micro_steps: int
     loaded_ranks: Mapping[str, int] | None
     _batch: Batch
+    _backwards: int
 
     @property
     def begun(self) -> int: ...
@@ -476,6 +477,7 @@ def _restore_counters(
     for name in COUNTERS:
         setattr(engine, name, int(saved[name]))
     engine.micro_steps = engine.global_steps * engine._batch.accumulation
+    engine._backwards = 0  # the load has dropped their gradients
     engine.loaded_ranks = saved.get("ranks")
     _warn_of_other_batch(engine, saved.get("batch"))
     scaler = saved["scaler"]

@@ -81,3 +81,13 @@ def test_a_load_rewinds_the_batches_of_train_batch(tmp_path: Path) -> None:
     engine.train_batch()
     engine.train_batch()
     assert torch.equal(torch.cat(seen[2:]), torch.cat(seen[:2]))
+
+
+def test_a_load_discards_the_count_of_a_begun_step(tmp_path: Path) -> None:
+    engine = started(managed_gradient_accumulation=False)
+    engine.save_checkpoint(tmp_path)
+    engine.backward(engine(BATCH))
+    engine.load_checkpoint(tmp_path)
+    engine.backward(engine(BATCH))
+    engine.step()
+    assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (1, 1, 1)
