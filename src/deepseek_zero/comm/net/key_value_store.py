@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 import select
 import socket
@@ -57,6 +58,7 @@ QUIET_SECONDS = 5.0  # After an unanswered request, no rank waits for rank 0 for
 DOUBT_SECONDS = 2.5
 POLL_SECONDS = 0.25  # Interval of checks for a sign of life, while a rank waits for an answer
 SEND_SECONDS = 1.0  # Timeout for another rank to receive its answer
+_NUMBER = re.compile("-?[0-9]{1,99}")
 _REQUEST = struct.Struct("!BII")
 _ANSWER = struct.Struct("!BI")
 _NOTHING, _TEXT, _FAREWELL = range(3)  # First byte of an answer
@@ -68,7 +70,8 @@ class Operation(IntEnum):
 
     SET = 1
     GET = 2
-    # Add a number to the stored one, once per request; the value is [rank, request, number]
+    # Add a number to the stored one, once per request; the value is [rank, request, number].
+    # The answer has no text if the stored text is not a number.
     ADD = 3
     SWAP = 4  # Replace the text if it is the expected one; the value is [expected, wanted]
     DELETE = 5
@@ -153,7 +156,10 @@ class KeyValueStore:
                 who, number, amount = json.loads(value)
                 # Otherwise the request came twice, over two connections
                 if self._added.get(who, (-1, ""))[0] != int(number):
-                    texts[key] = total = str(int(texts.get(key, "0")) + int(amount))
+                    stored = texts.get(key, "0")
+                    if not _NUMBER.fullmatch(stored):
+                        return None
+                    texts[key] = total = str(int(stored) + int(amount))
                     self._added[who] = int(number), total
                 return self._added[who][1]
             case Operation.SWAP:

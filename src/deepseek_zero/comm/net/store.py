@@ -77,9 +77,15 @@ class RendezvousStore(Store):
 
         Returns:
             The number after the addition.
+
+        Raises:
+            DistStoreError: The value of the key is not a number.
         """
         value = json.dumps([self._who, next(self._numbers), amount])
-        return int(self._request(Operation.ADD, key, value).text or 0)
+        text = self._request(Operation.ADD, key, value).text
+        if text is None:
+            raise DistStoreError(f"the value of {key!r} is not a number, so nothing was added")
+        return int(text)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write `desired` if the current value is `expected`.

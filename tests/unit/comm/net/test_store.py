@@ -71,6 +71,17 @@ def test_calls_return_the_results_of_torchs_store(
     assert near.num_keys() == far.num_keys() == 2 * torchs.num_keys()
 
 
+def test_adding_to_a_text_raises_an_error_at_once(
+    stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
+) -> None:
+    _, near, far = stores
+    near.set("a", "text")
+    for store in (near, far):
+        with pytest.raises(dist.DistStoreError, match="'a' is not a number"):
+            store.add("a", 1)
+    assert far.get("a") == b"text"
+
+
 def test_a_wait_ends_when_the_key_is_set_or_the_timeout_expires(
     stores: tuple[KeyValueStore, RendezvousStore, RendezvousStore],
 ) -> None:
