@@ -106,6 +106,10 @@ class DeepSpeedCheckpoint:
         tp_degree: Tensor-parallel ranks of the target; None for those of the checkpoint.
         pp_degree: Pipeline stages of the target; None for those of the checkpoint.
         dp_degree: Data-parallel ranks of the target; None for those of the checkpoint.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint in DeepSpeed's layout.
+        UsageError: A degree is not an integer from 1 to that of the checkpoint.
     """
 
     def __init__(
@@ -136,9 +140,9 @@ class DeepSpeedCheckpoint:
             dir, _shape(self.file_list, dir, self.model_state_metadata)
         )
         source = self.zero_checkpoint.src_3d
-        self.tp_degree = tp_degree or source.tp_degree
-        self.pp_degree = pp_degree or source.pp_degree
-        self.dp_degree = dp_degree or source.dp_degree
+        self.tp_degree = _degree("tp_degree", tp_degree, source.tp_degree)
+        self.pp_degree = _degree("pp_degree", pp_degree, source.pp_degree)
+        self.dp_degree = _degree("dp_degree", dp_degree, source.dp_degree)
         self.original_world_size = source.world_size()
         self.world_size = self.tp_degree * self.pp_degree * self.dp_degree
         self.old_2d_map = meg_2d_parallel_map(source.pp_degree, source.tp_degree)
@@ -207,6 +211,11 @@ def get_model_3d_descriptor(dir: str) -> model_3d_desc:
         for path in _named(files, "mp_rank_")
     ]
     return _shape(files, dir, found)
+
+
+def _degree(name: str, asked: int | None, most: int) -> int:
+    """Return the degree of the target, which is at most that of the checkpoint."""
+    return most if asked is None else whole_number("DeepSpeedCheckpoint", name, asked, 1, most)
 
 
 def _shape(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.compat.deepspeed.checkpoint import folder
 
 
@@ -59,3 +60,12 @@ def test_an_inconsistent_folder_is_refused(tmp_path: Path, shapes: Any, error: s
     else:
         assert folder.ZeROCheckpoint(path).get_src_tp_degree() == 2
         assert folder.get_model_3d_descriptor(path).dp_degree == 2
+
+
+@pytest.mark.parametrize("degree", [0, 3])
+def test_a_degree_that_the_files_cannot_be_merged_into_is_refused(
+    tmp_path: Path, degree: int
+) -> None:
+    stages = {"pp_degree": 2, "tp_degree": 1}
+    with pytest.raises(UsageError, match="1 to 2"):
+        folder.DeepSpeedCheckpoint(written(tmp_path, [stages, stages]), pp_degree=degree)
