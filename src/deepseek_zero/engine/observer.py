@@ -118,11 +118,16 @@ class Observer:
     def planned(self, plan: Plan) -> None:
         """Write the plan as a text file next to the step records.
 
-        It is called again after the precision of a unit has changed.
+        It is called again after the precision of a unit has changed. A file that cannot be written
+        causes a warning.
         """
         if self.writer is not None:
             text = "\n".join(plan.explain()) + "\n"
-            (self.writer.folder / PLAN_NAME).write_text(text, encoding="utf-8")
+            path = self.writer.folder / PLAN_NAME
+            try:
+                path.write_text(text, encoding="utf-8")
+            except OSError as error:  # only this rank writes it, and the others go on
+                logger.warning(f"{path} cannot be written ({str(error)[:300]})")
 
     def timed(self, name: str) -> AbstractContextManager[Any]:
         """Time a part of the step if `wall_clock_breakdown` is on."""

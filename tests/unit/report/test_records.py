@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.config import Config
 from deepseek_zero.engine.observer import Observer
@@ -103,3 +104,13 @@ def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     config = Config.model_validate({"records": {"path": str(tmp_path / "run")}})
     assert Observer(config, torch.device("cpu")).writer is None
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "plan.txt").mkdir()
+    config = {"train_batch_size": 1, "records": {"path": str(tmp_path)}}
+    engine, *_ = deepseek_zero.initialize(model=torch.nn.Linear(1, 1), config=config)
+    assert "plan.txt cannot be written" in caplog.text
+    engine.destroy()
