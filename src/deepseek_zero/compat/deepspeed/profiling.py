@@ -168,7 +168,9 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Profile one forward pass without gradients.
+    """Profile one forward pass without gradients, in evaluation mode.
+
+    At the end, each module gets the mode that it had before.
 
     Args:
         model: Model to profile.
@@ -200,17 +202,20 @@ def get_model_profile(
             fix="pass input_shape=(2, 3), or what the model is called with.",
         )
     profiler = FlopsProfiler(model)
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     function: Any = model.generate if mode == "generate" else model
     call = partial(function, *args, **(kwargs or {}))
     model.eval()
-    with torch.no_grad():
-        for _ in range(warm_up):
+    try:
+        with torch.no_grad():
+            for _ in range(warm_up):
+                call()
+            profiler.start_profile(ignore_modules)
             call()
-        profiler.start_profile(ignore_modules)
-        call()
+    finally:
         profiler.stop_profile()
-    model.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     found = (

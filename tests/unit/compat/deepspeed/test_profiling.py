@@ -17,6 +17,16 @@ from deepseek_zero.compat.deepspeed import (
 from deepseek_zero.compat.deepspeed.profiling import FlopsProfiler
 
 
+def test_modules_have_their_modes_after_a_profile() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    model[1].eval()
+    profiling.get_model_profile(model, (3, 4), print_profile=False)
+    assert [each.training for each in model.modules()] == [True, True, False]
+    with pytest.raises(RuntimeError, match="shapes"):
+        profiling.get_model_profile(model, (3, 5), print_profile=False)
+    assert [each.training for each in model.modules()] == [True, True, False]
+
+
 def test_the_profiler_counts_a_forward_by_module(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     found = profiling.get_model_profile(model, (3, 4), as_string=False)
