@@ -691,7 +691,8 @@ class DeepSpeedEngine(ZeroEngine):
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
         """Return the path at which DeepSpeed stores this rank's optimizer states."""
-        name = f"zero_pp_rank_{self.mesh.rank}_mp_rank_00_optim_states.pt"
+        prefix = "bf16_" if self.bfloat16_enabled() else ""
+        name = f"{prefix}zero_pp_rank_{self.mesh.rank}_mp_rank_00_optim_states.pt"
         return os.path.join(checkpoints_path, str(tag), name)
 
     @property

@@ -628,6 +628,13 @@ def test_workers_of_a_loader_are_a_warning(caplog: pytest.LogCaptureFixture) -> 
     assert len(list(loader)) == 3 and "num_local_io_workers=2" in caplog.text
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_path_of_optimizer_states_is_that_of_the_file(bf16: bool, tmp_path: Path) -> None:
+    engine = built(config(1, bf16={"enabled": bf16}))
+    engine.save_checkpoint(tmp_path, tag="first")
+    assert Path(engine._get_optimizer_ckpt_name(str(tmp_path), "first")).exists()
+
+
 def test_a_loader_of_an_unknown_route_is_shuffled() -> None:
     samples = [torch.full((1,), number) for number in range(12)]
     loader = built(config(1)).deepspeed_io(samples, batch_size=1, route="encode")
