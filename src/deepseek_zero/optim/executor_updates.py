@@ -123,11 +123,11 @@ class ExecutorUpdates:
                 "both keys out.",
             )
         shards.finish()
+        shards.inner.add_param_group({**group, "params": []})
         shards.uncut.append(granularity_of(shards.inner, group) != "element")
         shards.params_by_group.append(group["params"])
         shards.shards_by_group.append([])
         shards.names_by_group.append([])
-        shards.inner.add_param_group({**group, "params": []})
         prefer_fused(shards.inner, on_cpu=are_updated_on_cpu(shards.runtime))
         shards.take(len(shards.params_by_group) - 1, group["params"])
         shards.replan()
