@@ -649,14 +649,14 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
         for key in stray:
             setattr(module, key, torch.empty_like(getattr(module, key), device=device))
         # Parameters that have values, for example tied ones, keep them
-        ready = {key: value for key, value in module._parameters.items() if key not in own}
-        for key, value in ready.items():
-            if value is not None:
-                module._parameters[key] = nn.Parameter(
-                    torch.empty(value.shape, dtype=value.dtype, device=device), requires_grad=False
-                )
+        params = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        ready = {key: param for key, param in params.items() if key not in own}
+        for key, param in ready.items():
+            empty = torch.empty(param.shape, dtype=param.dtype, device=device)
+            setattr(module, key, nn.Parameter(empty, requires_grad=False))
         reset()
-        module._parameters.update(ready)
+        for key, param in ready.items():
+            setattr(module, key, param)
         with torch.no_grad():
             for param in own.values():
                 if owner_of(param) is None:
