@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -239,7 +239,14 @@ class Observer:
         record = self.record
         assert record is not None
         if writes and self.writer is not None:
-            self.writer.write(record)
+            try:
+                self.writer.write(record)
+            except OSError as error:  # only this rank writes, and the others go on
+                logger.warning(
+                    f"records of step {step} and later ones are not written to "
+                    f"{self.writer.folder} ({str(error)[:300]})"
+                )
+                self._close_records()
         if self.monitor.enabled:
             values = {"train_loss": record.loss, "lr": record.lr}
             if engine.optimizer is not None and engine.optimizer.scaler is not None:
@@ -261,6 +268,10 @@ class Observer:
     def close(self) -> None:
         """Close the monitors, which write their remaining records."""
         self.monitor.close()
+        self._close_records()
+
+    def _close_records(self) -> None:
         if self.writer is not None:
-            self.writer.close()
+            with suppress(OSError):  # on a full disk, the last lines cannot be written
+                self.writer.close()
             self.writer = None

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from ..base.log import logger
 from ..base.world import is_rank_zero
 from .records import csv_line, open_for_append
 
@@ -37,15 +38,31 @@ class MonitorMaster:
             self._writers = [_WRITERS[name](section) for name, section in wanted.items()]
 
     def write_events(self, events: Sequence[Scalar]) -> None:
-        """Record (tag, value, step) events on rank 0."""
-        for writer in self._writers:
-            writer.write_events(events)
+        """Record (tag, value, step) events on rank 0.
+
+        A monitor that fails causes a warning and gets no more events.
+        """
+        for writer in list(self._writers):
+            try:
+                writer.write_events(events)
+            except Exception as error:  # only rank 0 writes, and the other ranks go on
+                _warn(writer, "gets no more events", error)
+                self._writers.remove(writer)
 
     def close(self) -> None:
         """Close every monitor; later events are dropped."""
-        for writer in self._writers:
-            writer.close()
+        writers = self._writers
         self._writers = []
+        for writer in writers:
+            try:
+                writer.close()
+            except Exception as error:  # the other writers are closed, too
+                _warn(writer, "could not be closed", error)
+
+
+def _warn(writer: Any, what: str, error: Exception) -> None:
+    """Log that a monitor has failed."""
+    logger.warning(f"monitor: {type(writer).__name__} {what} ({str(error)[:300]})")
 
 
 class CsvWriter:

@@ -81,8 +81,10 @@ class RecordWriter:
 
     def close(self) -> None:
         """Close both files; a second call has no effect."""
-        self._lines.close()
-        self._table.close()
+        try:
+            self._lines.close()
+        finally:
+            self._table.close()
 
 
 def open_for_append(path: Path, header: str = "") -> IO[str]:

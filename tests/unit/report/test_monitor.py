@@ -143,3 +143,17 @@ def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
     assert [
         path.name.startswith("events.out.tfevents") for path in (tmp_path / "job").iterdir()
     ] == [True]
+
+
+def test_a_monitor_that_fails_gets_no_more_events_and_the_others_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, _ = install(monkeypatch, "wandb", "init")
+    section = CsvMonitor(enabled=True, output_path=str(tmp_path), job_name="job")
+    master = master_with(wandb=Wandb(enabled=True), csv_monitor=section)
+    (tmp_path / "job" / "loss.csv").mkdir()
+    master.write_events([("loss", 1.0, 1)])
+    master.write_events([("loss", 2.0, 2)])
+    master.close()
+    assert caplog.text.count("CsvWriter gets no more events") == 1
+    assert [name for name, *_ in run.calls] == ["log", "log", "finish"]

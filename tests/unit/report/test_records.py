@@ -114,3 +114,28 @@ def test_a_plan_that_cannot_be_written_does_not_end_the_run(
     engine, *_ = deepseek_zero.initialize(model=torch.nn.Linear(1, 1), config=config)
     assert "plan.txt cannot be written" in caplog.text
     engine.destroy()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize("name", [JSONL_NAME, CSV_NAME])
+def test_a_full_disk_ends_the_records_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "records": {"path": str(tmp_path)},
+    }
+    engine, *_ = deepseek_zero.initialize(model=torch.nn.Linear(1, 1), config=config)
+    with open("/dev/full", "w") as full:
+        observer = engine.observer
+        assert observer.writer is not None
+        attribute = "_lines" if name == JSONL_NAME else "_table"
+        getattr(observer.writer, attribute).close()
+        setattr(observer.writer, attribute, full)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 1)).sum())
+            engine.step()
+        engine.destroy()
+        assert engine.global_steps == 2
+        assert caplog.text.count("records of step 1 and later ones are not written") == 1
