@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
 from .format import LATEST, MANIFEST, NEWEST, STAGING_LOCK, Manifest, checked_tag
-from .layouts import SLICES, CheckpointLayout, is_checkpoint, layout_of
+from .layouts import SLICES, CheckpointLayout, is_checkpoint, known_layouts, layout_of
 from .lockstep import run_and_gather
 from .verify import ALL_FILES, NO_FILES, Fault, FileSubset, check_headers, verify
 
@@ -448,6 +449,8 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
             files.sync_folder(directory)
         for each in unused:
             if each.path.is_dir():
+                if each.state == "replaced":
+                    _keep_other_files(each.path, directory / each.tag)
                 _remove(each.path, each.tag)
             else:
                 files.remove(each.path)
@@ -455,9 +458,29 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def remove_replaced(folder: Path) -> None:
-    """Remove the previous checkpoint of the same tag if its hidden folder exists."""
-    if replaced_path(folder).exists():
-        files.remove_folder(replaced_path(folder))
+    """Remove the previous checkpoint of the same tag if its hidden folder exists.
+
+    Files that the program has added to it are moved to `folder`.
+    """
+    replaced = replaced_path(folder)
+    if replaced.exists():
+        _keep_other_files(replaced, folder)
+        files.remove_folder(replaced)
+
+
+def _keep_other_files(replaced: Path, folder: Path) -> None:
+    """Move what no layout has written from a replaced checkpoint to the new one."""
+    patterns = [pattern for layout in known_layouts() for pattern in layout.patterns]
+    others = [
+        path
+        for path in sorted(replaced.iterdir())
+        if not any(fnmatch(path.name, pattern) for pattern in patterns)
+        and not (folder / path.name).exists()
+    ]
+    for path in others:
+        files.rename(path, folder / path.name)
+    if others:
+        files.sync_folder(folder)
 
 
 def apply_retention(folder: Path, retention: Retention) -> None:

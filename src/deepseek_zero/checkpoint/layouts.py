@@ -19,7 +19,7 @@ from pathlib import Path
 from ..base.errors import CheckpointError
 from ..base.plugins import CHECKPOINT_LAYOUTS, contributions
 from .contents import Contents, Loaded, LoadSettings, SaveSettings
-from .format import MANIFEST, FileRecord, Manifest, StateReader
+from .format import MANIFEST, STAGING_LOCK, FileRecord, Manifest, StateReader
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
 from .numpy_values import Plain
 from .safetensors_file import read_header
@@ -58,10 +58,12 @@ class CheckpointLayout(ABC):
     Attributes:
         name: Identifies the layout.
         has_states: Whether it stores optimizer states and counters in addition to weights.
+        patterns: Glob patterns of the names in a folder with states.
     """
 
     name: str
     has_states = False
+    patterns: tuple[str, ...] = ()
 
     @abstractmethod
     def is_at(self, path: Path) -> bool:
@@ -76,6 +78,7 @@ class SlicesLayout(CheckpointLayout):
 
     name = "slices"
     has_states = True
+    patterns = ("rank_*.safetensors", MANIFEST, STAGING_LOCK)
 
     def is_at(self, path: Path) -> bool:
         """Return whether `path` has a manifest or files of ranks."""

@@ -425,6 +425,27 @@ def _power_cut(path: Path, **_: Any) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("layout", ["slices", "deepspeed"])
+def test_files_of_the_program_stay_if_their_tag_is_saved_again(tmp_path: Path, layout: str) -> None:
+    engine = build(layout=layout)
+    for text in ("first", "second"):
+        engine.save_checkpoint(tmp_path, tag="last")
+        theirs = tmp_path / "last" / "tokenizer"
+        theirs.mkdir(exist_ok=True)
+        (theirs / f"{text}.json").write_text(text)
+    engine.save_checkpoint(tmp_path, tag="last")
+    assert sorted(path.name for path in theirs.iterdir()) == ["first.json", "second.json"]
+    assert not catalogue.leftovers(tmp_path)
+
+
+def test_files_of_the_program_are_not_removed_with_leftovers(directory: Path) -> None:
+    replaced = directory / ".global_step3.replaced"
+    shutil.copytree(directory / "global_step3", replaced)
+    (replaced / "notes.txt").write_text("kept")
+    assert catalogue.clean(directory) == [replaced]
+    assert (directory / "global_step3" / "notes.txt").read_text() == "kept"
+
+
 def test_an_engine_keeps_the_values_of_its_configuration(tmp_path: Path) -> None:
     engine = build(keep_last=2, keep_every=3)
     for _ in range(7):

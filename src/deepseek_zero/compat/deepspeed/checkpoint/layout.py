@@ -66,6 +66,7 @@ class DeepSpeedLayout(EngineLayout):
 
     name = "deepspeed"
     title = "DeepSpeed's layout"
+    patterns = ("*model_states.pt", "*optim_states.pt", "zero")
 
     def is_at(self, path: Path) -> bool:
         return bool(deepspeed_files(path))
