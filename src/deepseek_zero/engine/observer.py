@@ -203,13 +203,15 @@ class Observer:
         self._losses = []
         tokens = self._tokens
         self._tokens = 0
-        adaptive = None
-        if optimizer.policies:
-            adaptive = optimizer.policy(extensions.AdaptivePrecision)
-        promoted = len(adaptive.promoted) if adaptive is not None else 0
+        promoted = 0
+        is_replanned = False
+        for policy in optimizer.policies:
+            if isinstance(policy, extensions.AdaptivePrecision):
+                promoted = len(policy.promoted)
+                is_replanned = policy.changed
         lr = 0.0
-        if optimizer.param_groups:
-            lr = float(optimizer.param_groups[0]["lr"])
+        if optimizer.inner.param_groups:
+            lr = float(optimizer.inner.param_groups[0]["lr"])
         self._record = StepRecord(
             step=engine.global_steps,
             loss=None,
@@ -219,14 +221,14 @@ class Observer:
             memory_bytes=allocated_bytes(self.device),
             comm_bytes=sent,
             step_seconds=seconds,
-            loss_scale=optimizer.loss_scale,
+            loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
             skipped=optimizer.overflow,
             promoted=promoted,
         )
         if self.device.type == "cpu":  # no device to wait for, so the loss is read at once
             self._read_loss()
         self._tell(engine)
-        if adaptive is not None and adaptive.changed:
+        if is_replanned:
             self.planned(engine.plan())
 
     def _tell(self, engine: Observed) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -110,6 +111,14 @@ class SpeculativeUpdate(UpdatePolicy):
         self.runtime = optimizer.runtime
         self.updater = optimizer.updater
         self.log = UndoLog(optimizer.inner, optimizer.moments, optimizer.scratch)
+        reference = weakref.ref(self)  # a runtime does not keep its optimizer alive
+
+        def after_reduce(unit: Unit) -> None:
+            policy = reference()
+            if policy is not None:
+                policy.after_reduce(unit)
+
+        self.runtime.reductions.after_reduce = [after_reduce]
 
     def tiles_changed(self, tiles: Tiles) -> None:
         """Select the units that may be updated during backward.

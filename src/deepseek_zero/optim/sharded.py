@@ -7,21 +7,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
 
 from ..base.device import adopt_step_hooks
-from .executor_updates import ExecutorUpdates
-from .inner_states import apply_owed
-from .master_shard import MasterShard
+from .added_params import AddedParams
 from .rank_agreement import compare_optimizers
 from .shard_set import ShardSet
 from .step import Step
 from .step_message import StepMessage
-from .torch_interface import TorchInterface
-from .update_policy import UpdatePolicy
+from .torch_interface import TorchInterface, no_closure
 from .verdict import StepResult
-
-P = TypeVar("P", bound=UpdatePolicy)
 
 
 class ShardedOptimizer(TorchInterface):
@@ -64,20 +58,37 @@ class ShardedOptimizer(TorchInterface):
             group.optimizer = weakref.ref(self)
         self._step = Step(shards)
         shards.compile_kernels()
-        self._executor_updates = ExecutorUpdates(shards, weakref.ref(self))
-        self.runtime.reductions.updates = weakref.ref(self._executor_updates)
+        self._added_params = AddedParams(shards, weakref.ref(self))
+        self.runtime.added_params = weakref.ref(self._added_params)
 
-    def policy(self, cls: type[P]) -> P | None:
-        """Return the update policy of this class, or None if the optimizer has none."""
-        return next((policy for policy in self.policies if isinstance(policy, cls)), None)
-
-    def shards(self) -> list[MasterShard]:
-        """Return all shards that this rank updates, in the order of parameter groups."""
-        return self.shard_set.all()
-
-    def update(
-        self, *, message: Callable[[], StepMessage] = StepMessage, number: int | None = None
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        message: Callable[[], StepMessage] = StepMessage,
+        number: int | None = None,
     ) -> None:
+        """Update the weights from the reduced gradients.
+
+        If an engine owns the optimizer, a call without `number` is a step of that engine.
+
+        Args:
+            closure: Must be None, because a closure would run a forward during the update.
+            message: As in `update`.
+            number: As in `update`.
+
+        Note:
+            Collective: every rank must call it.
+        """
+        if closure is not None:
+            raise no_closure()
+        take_step = self.take_step() if number is None else None
+        if take_step is not None:
+            take_step()
+        else:
+            self.update(message=message, number=number)
+
+    def update(self, *, message: Callable[[], StepMessage], number: int | None) -> None:
         """Update the weights from the reduced gradients, without step hooks.
 
         If gradients are not finite, no state changes on any rank, unless `check_grad_overflow` is
@@ -103,18 +114,3 @@ class ShardedOptimizer(TorchInterface):
         self.overflow = self.last.overflow
         if not self.last.skipped:
             self.last_norm = self.last.norm
-
-    def finish(self) -> None:
-        """Run or undo pending updates, so that every state is as the last step left it."""
-        self.shard_set.finish()
-
-    def flush(self) -> None:
-        """Run the update that a policy delayed to the next step, if there is one.
-
-        Raises:
-            UsageError: A backward has run since the last step.
-
-        Note:
-            Collective: every rank must call it, between two steps.
-        """
-        apply_owed(self._step)

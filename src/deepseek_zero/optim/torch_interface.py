@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
 from ..base.device import ScalesItself
 from ..base.errors import UsageError
 from ..precision.loss_scale import LossScaler
-from .executor_updates import ExecutorUpdates
-from .inner_states import load_saved_states, load_states, saved_states
+from .added_params import AddedParams
+from .inner_states import apply_owed, load_saved_states, load_states, saved_states
+from .master_shard import MasterShard
 from .shard_set import ShardSet
-from .step_message import StepMessage
+from .step import Step
+from .update_policy import UpdatePolicy
+
+P = TypeVar("P", bound=UpdatePolicy)
 
 
 class TorchInterface(ScalesItself, Optimizer):
@@ -27,15 +31,16 @@ class TorchInterface(ScalesItself, Optimizer):
         scaler: The loss scaler, or None.
         steps: The number of calls of `step`.
         take_step: A weak reference to a function that takes a step of the engine that owns the
-            optimizer; None without an engine.
+            optimizer; it returns None without an engine.
     """
 
     inner: Optimizer
     shard_set: ShardSet
     scaler: LossScaler | None
     steps: int
-    take_step: Callable[[], Callable[[], None] | None] | None = None
-    _executor_updates: ExecutorUpdates
+    take_step: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
+    _step: Step
+    _added_params: AddedParams
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -68,42 +73,29 @@ class TorchInterface(ScalesItself, Optimizer):
         """The current loss scale, by which losses are multiplied."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    def step(  # type: ignore[override]
-        self,
-        closure: Callable[[], float] | None = None,
-        *,
-        message: Callable[[], StepMessage] = StepMessage,
-        number: int | None = None,
-    ) -> None:
-        """Update the weights from the reduced gradients.
+    def policy(self, cls: type[P]) -> P | None:
+        """Return the update policy of this class, or None if the optimizer has none."""
+        policies = self.shard_set.policies
+        return next((policy for policy in policies if isinstance(policy, cls)), None)
 
-        If an engine owns the optimizer, a call without `number` is a step of that engine.
+    def shards(self) -> list[MasterShard]:
+        """Return all shards that this rank updates, in the order of parameter groups."""
+        return self.shard_set.all()
 
-        Args:
-            closure: Must be None, because a closure would run a forward during the update.
-            message: As in `update`.
-            number: As in `update`.
+    def finish(self) -> None:
+        """Run or undo pending updates, so that every state is as the last step left it."""
+        self.shard_set.finish()
+
+    def flush(self) -> None:
+        """Run the update that a policy delayed to the next step, if there is one.
+
+        Raises:
+            UsageError: A backward has run since the last step.
 
         Note:
-            Collective: every rank must call it.
+            Collective: every rank must call it, between two steps.
         """
-        if closure is not None:
-            raise UsageError(
-                "step(closure) is not supported by sharded optimizers.",
-                "A closure would run forward and backward inside the update of one slice.",
-                "call forward, backward and step() in turn.",
-            )
-        take_step = None
-        if number is None and self.take_step is not None:
-            take_step = self.take_step()
-        if take_step is not None:
-            take_step()
-        else:
-            self.update(message=message, number=number)
-
-    def update(self, *, message: Callable[[], StepMessage], number: int | None) -> None:
-        """Update the weights, without step hooks; `ShardedOptimizer` implements it."""
-        raise NotImplementedError
+        apply_owed(self._step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group with separate hyper-parameters.
@@ -114,7 +106,7 @@ class TorchInterface(ScalesItself, Optimizer):
         Note:
             Collective: every rank must call it, between two steps.
         """
-        self._executor_updates.add_group(param_group)
+        self._added_params.add_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of the current accumulation."""
@@ -145,3 +137,12 @@ class TorchInterface(ScalesItself, Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.inner!r})"
+
+
+def no_closure() -> UsageError:
+    """Create the error for a closure that a program passed to `step`."""
+    return UsageError(
+        "step(closure) is not supported by sharded optimizers.",
+        "A closure would run forward and backward inside the update of one slice.",
+        "call forward, backward and step() in turn.",
+    )

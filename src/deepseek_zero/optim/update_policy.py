@@ -18,7 +18,7 @@ class UpdatePolicy(PolicyState):
     communicate unless its docstring says that it is collective.
 
     These are the hooks of one step, in this order. `PolicyState` has the hooks between steps, for
-    example for checkpoints.
+    example for checkpoints, and `ReduceLane.after_reduce` calls functions during backward.
 
     Attributes:
         watches_overflows: Search for the unit with non-finite numbers even if a dynamic loss scale
@@ -28,9 +28,6 @@ class UpdatePolicy(PolicyState):
 
     watches_overflows = False
     undoes = False
-
-    def after_reduce(self, unit: Unit) -> None:
-        """React to the end of a unit's gradient reduction, during backward."""
 
     def before_step(self) -> None:
         """Complete the updates that must have ended before the next step begins."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ..comm.collectives import Comm
 from ..planner.plan_settings import PlanSettings
@@ -25,7 +24,7 @@ class ReduceLane:
         schedule: The schedule of a step, which lists the reductions of each backward.
         settings: The settings of the plan, which decide when gradients are reduced.
         late: The numbers of units with gradients that arrived after the unit's reduction.
-        updates: A function that returns the optimizer's `ExecutorUpdates` or None (weak reference).
+        after_reduce: Functions that extensions run for each unit after its gradient was reduced.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class ReduceLane:
         self.units = units
         self.comm = comm
         self.most_reductions = most_reductions
-        self.updates: Callable[[], Any] = lambda: None
+        self.after_reduce: list[Callable[[Unit], None]] = []
         self.late: set[int] = set()
         self._ends_step = True  # no other backward comes before the step
         self._reduced = 0  # reductions that this backward has started
@@ -151,5 +150,5 @@ class ReduceLane:
 
     def _update_after_sum(self, unit: Unit) -> None:
         unit.wait_for_reduce()
-        if (updates := self.updates()) is not None:
-            updates.after_reduce(unit)
+        for hook in self.after_reduce:
+            hook(unit)

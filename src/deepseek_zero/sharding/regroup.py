@@ -12,9 +12,9 @@ the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -69,6 +69,7 @@ class WrappedModel(Protocol):
     reductions: ReduceLane
     step: StepState
     structure: Structure
+    added_params: Callable[[], Any]
 
     @property
     def externals(self) -> FetchesSaved: ...
@@ -164,7 +165,7 @@ def _apply(runtime: WrappedModel, changed: Sequence[ParamInfo]) -> None:
             "Its memory is about to be laid out anew.",
             "leave the block before the forward.",
         )
-    optimizer: RegroupedOptimizer | None = runtime.reductions.updates()
+    optimizer: RegroupedOptimizer | None = runtime.added_params()
     if parts and optimizer is not None:
         optimizer.refuse_regrouping()
     for member in changed:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -48,6 +49,7 @@ class Runtime:
         externals: Gathers units for reads outside of their forward.
         hooks: The handles of all hooks on the model; empty after they were removed.
         after_steps: Functions that extensions run after each step, on every rank.
+        added_params: A weak reference to the object that adds unfrozen parameters to the optimizer.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Runtime:
         self.comm = comm_ctx.world
         self.comm_ctx = comm_ctx
         self.after_steps: list[Callable[[Runtime], None]] = []
+        self.added_params: Callable[[], Any] = lambda: None
         reference = weakref.ref(self)
 
         def accumulation() -> int:

@@ -258,7 +258,7 @@ class NamedOptimizer(ShardedOptimizer):
     @property
     def _engine(self) -> Any:
         """The engine that owns the optimizer."""
-        step = self.take_step() if self.take_step is not None else None
+        step = self.take_step()
         assert isinstance(step, MethodType), "no engine has the optimizer"
         return step.__self__
 

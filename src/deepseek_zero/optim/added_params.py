@@ -1,4 +1,4 @@
-"""Notify an optimizer of events in backward, and add parameters that join later."""
+"""Add parameters to an optimizer after it was built."""
 
 from __future__ import annotations
 
@@ -14,35 +14,21 @@ from ..base.log import log_once
 from ..optimizers.registry import granularity_of
 from ..sharding.param_group import ParamGroup
 from ..sharding.sharded_parameter import owner_of
-from ..sharding.unit import Unit
 from .param_groups import are_updated_on_cpu, prefer_fused, with_replacements
 from .shard_set import ShardSet, unknown_parameter
 
 
-class ExecutorUpdates:
-    """Passes events of a wrapped model to its optimizer.
+class AddedParams:
+    """Adds parameters that were unfrozen, or that a program adds, to an optimizer.
 
-    The events are the end of a unit's gradient reduction in backward, and new trainable parameters.
+    Args:
+        shards: The shards of the optimizer.
+        optimizer: A weak reference to the optimizer.
     """
 
     def __init__(self, shards: ShardSet, optimizer: Callable[[], object]) -> None:
-        """Connect an optimizer to the executor of the wrapped model.
-
-        Args:
-            shards: The shards of the optimizer, whose policies are notified.
-            optimizer: A weak reference to the optimizer.
-        """
         self._shards = shards
         self._optimizer = optimizer
-
-    def after_reduce(self, unit: Unit) -> None:
-        """Let the update policies update a unit early, after its gradient has been reduced.
-
-        Args:
-            unit: The unit whose gradient has been reduced.
-        """
-        for policy in self._shards.policies:
-            policy.after_reduce(unit)
 
     def refuse_regrouping(self) -> None:
         """Raise `UsageError` if an update policy does not support newly unfrozen parameters."""
