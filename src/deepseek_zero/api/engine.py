@@ -293,7 +293,8 @@ class ZeroEngine(Exports, Engine):
 
         Raises:
             NoFolderError: `save_dir` is None or empty.
-            UsageError: `client_state` is not a mapping, or states are offloaded.
+            UsageError: `client_state` is not a mapping, states are offloaded, or the engine is
+                destroyed.
             StorageError: The checkpoint cannot be written.
 
         Note:
@@ -315,6 +316,7 @@ class ZeroEngine(Exports, Engine):
                 "pass a dict, or leave it out.",
             )
         told = self.config.checkpoint
+        self._refuse_destroyed("save_checkpoint")
         self._states.refuse()
         settings = SaveSettings(
             save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes
@@ -361,9 +363,14 @@ class ZeroEngine(Exports, Engine):
             The path of the checkpoint and its `client_state`; (None, None) if there is no
             checkpoint.
 
+        Raises:
+            UsageError: `custom_load_fn` is not callable, or states are offloaded.
+            CheckpointError: The checkpoint does not fit or is damaged.
+
         Note:
             Collective: every rank must call it.
         """
+        _refuse_no_function("load_checkpoint", custom_load_fn)
         self._states.refuse()
         folder = path_of("load_checkpoint", "load_dir", load_dir)
         restore = saving.Restore(
@@ -441,7 +448,7 @@ class ZeroEngine(Exports, Engine):
             fetch_z3_params: Accepted and ignored.
 
         Raises:
-            UsageError: `checkpoint` is not a mapping.
+            UsageError: `checkpoint` is not a mapping, or `custom_load_fn` is not callable.
 
         Note:
             Collective: every rank must call it.
@@ -455,6 +462,7 @@ class ZeroEngine(Exports, Engine):
                 wanted,
                 "pass module_state_dict()'s result.",
             )
+        _refuse_no_function("load_module_state_dict", custom_load_fn)
         inner = checkpoint.get("module")
         states = inner if isinstance(inner, Mapping) else dict(checkpoint)
         if custom_load_fn is not None:
@@ -539,7 +547,8 @@ class ZeroEngine(Exports, Engine):
             non_blocking: Accepted; the states have been moved when this returns.
 
         Raises:
-            UsageError: An unknown kind of state or device, or a call inside a forward or backward.
+            UsageError: An unknown kind of state or device, or a call inside a forward or
+                backward, or after `destroy`.
             StorageError: The file cannot be written.
 
         Note:
@@ -563,6 +572,7 @@ class ZeroEngine(Exports, Engine):
             )
         if where == "none":
             return
+        self._refuse_destroyed("offload_states")
         if self.runtime.step.phase is not Phase.IDLE:
             raise UsageError(
                 "offload_states() was called inside a forward or backward.",
@@ -601,11 +611,13 @@ class ZeroEngine(Exports, Engine):
             lr_kwargs: Keyword arguments for the `step` of the learning-rate schedule.
 
         Raises:
-            UsageError: `offload_states` has moved states, and `reload_states` was not called.
+            UsageError: `offload_states` has moved states, and `reload_states` was not called, or
+                the engine is destroyed.
 
         Note:
             Collective: every rank must call it.
         """
+        self._refuse_destroyed("step")
         self._states.refuse()
         super().step(lr_kwargs)
 
@@ -723,7 +735,9 @@ class ZeroEngine(Exports, Engine):
         Raises:
             NotBuiltError: One of the last two arguments is set, or `vertical_micro_batches` is
                 enabled.
+            UsageError: The engine is destroyed.
         """
+        self._refuse_destroyed("compile")
         if schedule is not None or compiled_autograd_enabled:
             raise NotBuiltError(
                 "engine.compile(schedule=..., compiled_autograd_enabled=True) is not built.",
@@ -746,6 +760,15 @@ class ZeroEngine(Exports, Engine):
         """Return whether `compile` was called and the engine is not destroyed."""
         return bool(self._compiled_units)
 
+    def _refuse_destroyed(self, call: str) -> None:
+        """Raise `UsageError` if `destroy` was called."""
+        if self.runtime.is_destroyed:
+            raise UsageError(
+                f"engine.{call}() was called after destroy().",
+                "destroy() has removed the hooks that reduce gradients and gather weights.",
+                "call it before destroy(), or create another engine with initialize.",
+            )
+
     def destroy(self) -> None:
         """Remove the hooks from the model, undo `compile` and close the records.
 
@@ -765,3 +788,11 @@ class ZeroEngine(Exports, Engine):
             steps = engine.lines_about_steps(self.runtime, self.optimizer)
             log_once("\n".join(["where the run went", *steps]))
         super().destroy()
+
+
+def _refuse_no_function(call: str, custom_load_fn: Any) -> None:
+    """Raise `UsageError` if a `custom_load_fn` is given that is not callable."""
+    if custom_load_fn is not None and not callable(custom_load_fn):
+        wanted = "a function of `src`, a state dict, and `dst`, the model"
+        fix = "pass such a function, or leave it out."
+        raise refuse(call, "custom_load_fn", custom_load_fn, wanted, fix)

@@ -195,7 +195,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         parameter: A parameter of a wrapped model.
 
     Raises:
-        UsageError: The parameter belongs to no wrapped model.
+        UsageError: The parameter belongs to no wrapped model, or an argument has another type.
 
     Note:
         Every rank must make the same calls, although the calls do not communicate.
@@ -216,7 +216,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         parameter: A parameter of a wrapped model.
 
     Raises:
-        UsageError: The parameter belongs to no wrapped model.
+        UsageError: The parameter belongs to no wrapped model, or an argument has another type.
 
     Note:
         Every rank must make the same calls, although the calls do not communicate.
@@ -230,8 +230,15 @@ def _readers(module: nn.Module, parameter: nn.Parameter) -> tuple[Unit, list[Uni
     """Return the unit of a wrapped parameter, and the units that contain a module.
 
     Raises:
-        UsageError: No engine has wrapped the parameter.
+        UsageError: No engine has wrapped the parameter, or an argument has another type.
     """
+    for name, value, kind in (
+        ("module", module, nn.Module),
+        ("parameter", parameter, nn.Parameter),
+    ):
+        if not isinstance(value, kind):
+            fix = "pass a module and a parameter of the wrapped model."
+            raise refuse("register_external_parameter", name, value, f"an nn.{kind.__name__}", fix)
     owner = owner_of(parameter)
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
     if runtime is None or not isinstance(owner, ParamGroup):

@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Collection, Iterable
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,8 @@ def whole_number(call: str, name: str, value: Any, least: int, most: int | None 
     Raises:
         UsageError: The value is not an integer within the limits.
     """
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    # NumPy's integers are Integral, too
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if is_whole and value >= least and (most is None or value <= most):
         return int(value)
     limits = f"{least} or more" if most is None else f"{least} to {most}"

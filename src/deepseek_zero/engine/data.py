@@ -225,8 +225,16 @@ class ShardedLoader:
         """Continue at a saved position, at any number of ranks.
 
         A batch of a sampler that this number of ranks would cut is taken again. A different order
-        than in the saved run is logged as a warning.
+        than in the saved run is logged as a warning, and so is the state of another data loader,
+        after which the data start again.
         """
+        if not {"epoch", "samples"} <= set(state):
+            log_once(
+                "the saved state of the data loader has no position, because another class of "
+                "data loader has saved it: the data start from the beginning.",
+                logging.WARNING,
+            )
+            state = {"epoch": 0, "samples": 0}
         self.epoch = int(state["epoch"])
         samples = int(state["samples"])
         is_by_steps = isinstance(self.sampler, StepOrder)

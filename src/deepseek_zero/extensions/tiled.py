@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..base.given import whole_number
 
 
 class TiledLinear(nn.Module):
@@ -47,8 +48,9 @@ class TiledLinear(nn.Module):
         kwargs: Further arguments of `linear_cls`.
 
     Raises:
-        UsageError: A number of splits is not an integer between 1 and the number of features, or
-            the shape or bias of `init_linear` does not match.
+        UsageError: A number of features is not a positive integer, a number of splits is not an
+            integer between 1 and the number of features, or the shape or bias of `init_linear` does
+            not match.
     """
 
     children_are_units: ClassVar[bool] = True
@@ -250,6 +252,7 @@ def run_tiles(
 
 def _cuts(side: str, features: int, splits: int) -> list[int]:
     """Return the boundaries of the tiles."""
+    whole_number("TiledLinear", f"{side}_features", features, 1)
     if not isinstance(splits, int) or not 1 <= splits <= features:
         raise UsageError(
             f"a TiledLinear of {side}_features={features} cannot have {side}_splits={splits}.",

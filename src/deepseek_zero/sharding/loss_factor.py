@@ -295,10 +295,16 @@ class LossFactor:
             by_accumulation: Whether to also divide the loss by the accumulation steps.
 
         Raises:
-            UsageError: The loss was already scaled. A strict engine also raises if it is not a
-                scalar.
+            UsageError: The loss is no tensor, or was already scaled. A strict engine also raises if
+                it is not a scalar.
         """
-        if self._is_strict and isinstance(loss, Tensor) and loss.numel() != 1:
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                f"engine.scale got a {type(loss).__name__} where a tensor is needed.",
+                "The scaled loss is differentiated through the operations that computed it.",
+                "pass the loss itself, not loss.item().",
+            )
+        if self._is_strict and loss.numel() != 1:
             raise UsageError(
                 f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
                 "Losses alone are scaled, as in DeepSpeed.",

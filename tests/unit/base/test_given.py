@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import ConfigError, NotBuiltError
-from deepseek_zero.base.given import is_url
+from deepseek_zero.base.errors import ConfigError, NotBuiltError, UsageError
+from deepseek_zero.base.given import is_url, whole_number
 from deepseek_zero.checkpoint.convert import convert_to_pth, convert_to_safetensors
 from deepseek_zero.compat.deepspeed.checkpoint import convert_to_deepspeed
 from deepseek_zero.compat.deepspeed.data_pipeline.indexed_dataset import MMapIndexedDatasetBuilder
@@ -132,3 +133,10 @@ def test_the_command_line_refuses_a_url(tmp_path: Path, words: list[str]) -> Non
     )
     assert done.returncode == 2 and "is a URL" in done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_integers_of_numpy_are_whole_numbers() -> None:
+    assert whole_number("call", "size", np.int64(8), 1) == 8
+    for value in (np.float32(8), np.True_, True, np.int64(0)):
+        with pytest.raises(UsageError, match="call\\(size="):
+            whole_number("call", "size", value, 1)

@@ -43,6 +43,16 @@ def steps(world: list[ShardedLoader], count: int) -> Iterator[list[int]]:
         yield seen
 
 
+def test_the_state_of_another_loader_is_a_warning_and_the_data_start_again(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (loader,) = loaders(1, 2)
+    first = next(iter(loader))[0]
+    loader.load_state_dict({"_num_yielded": 3})
+    assert torch.equal(next(iter(loader))[0], first)
+    assert "another class of data loader" in caplog.text + capsys.readouterr().err
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("ranks", "micro"), WORLDS)
 def test_a_step_has_the_same_samples_at_every_number_of_ranks(

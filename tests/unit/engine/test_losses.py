@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.engine.observer import summary
 from deepseek_zero.report.records import JSONL_NAME
 
@@ -106,3 +107,9 @@ def test_a_nan_loss_is_recorded() -> None:
     engine.step()
     assert math.isnan(engine.observer.record.loss)
     engine.destroy()
+
+
+@pytest.mark.parametrize("loss", [3.0, None])
+def test_a_loss_that_is_no_tensor_is_not_scaled(loss: Any) -> None:
+    with pytest.raises(UsageError, match=f"engine.scale got a {type(loss).__name__}"):
+        engine_of().scale(loss)

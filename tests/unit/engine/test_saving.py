@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import CheckpointError
+from deepseek_zero.base.errors import CheckpointError, UsageError
 from deepseek_zero.engine import saving
 from deepseek_zero.extensions import AdaptivePrecision
 from deepseek_zero.utils import safe_get_full_optimizer_state
@@ -96,3 +96,22 @@ def test_deepspeeds_layout_refuses_units_that_precision_auto_computes_in_fp32(
     adaptive.restore([engine.runtime.units[0].name])
     with pytest.raises(CheckpointError, match=r"computes in fp32 \(auto\)"):
         engine.save_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "offload_states", "compile", "step"])
+def test_a_destroyed_engine_refuses_what_needs_its_hooks(tmp_path: Path, call: str) -> None:
+    engine = build()
+    engine.destroy()
+    arguments = [tmp_path / "new"] if call == "save_checkpoint" else []
+    with pytest.raises(UsageError, match=rf"engine\.{call}\(\) was called after destroy"):
+        getattr(engine, call)(*arguments)
+    assert not engine.is_compiled and not (tmp_path / "new").exists()
+
+
+def test_a_custom_load_fn_that_is_no_function_is_refused(tmp_path: Path) -> None:
+    engine = build()
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(UsageError, match="load_checkpoint\\(custom_load_fn=5\\)"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=5)
+    with pytest.raises(UsageError, match="load_module_state_dict\\(custom_load_fn=5\\)"):
+        engine.load_module_state_dict(engine.module_state_dict(), custom_load_fn=5)

@@ -205,3 +205,11 @@ def test_an_input_that_does_not_fit_is_refused(already: bool, given: int | list[
     )
     with pytest.raises(UsageError, match="What to do: pass one tensor"):
         tiled(x)
+
+
+@pytest.mark.parametrize("features", [None, 0, "4"])
+def test_features_that_are_no_number_are_refused(features: Any) -> None:
+    with pytest.raises(UsageError, match="TiledLinear\\(in_features="):
+        TiledLinear(features, OUT)
+    with pytest.raises(UsageError, match="TiledLinear\\(out_features="):
+        TiledLinear(IN, features)

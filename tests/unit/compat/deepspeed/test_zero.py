@@ -10,6 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.zero import register_external_parameter
+
 
 @pytest.fixture(autouse=True)
 def alone(as_deepspeed: None) -> Iterator[None]:
@@ -45,6 +48,9 @@ def test_a_constructor_may_register_an_external_parameter(is_sharded: bool) -> N
     engine.step()
     with pytest.raises(RuntimeError, match=r"not a torch\.nn\.Parameter"):
         deepspeed.zero.register_external_parameter(model, torch.ones(1))
+    for arguments in ((model, None), (None, model.first.weight)):
+        with pytest.raises(UsageError, match="register_external_parameter"):
+            register_external_parameter(*arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("outer", [None, 0])
