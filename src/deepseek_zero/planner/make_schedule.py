@@ -164,21 +164,18 @@ def _gathers(
     issue: list[list[int]] = []
     for k, unit in enumerate(order):
         now = []
-        if unit not in issued:
-            now.append(unit)
-            issued.add(unit)
-            live += sizes[unit]
         early = 0
-        for later in order[k + 1 :]:
+        for later in order[k:]:
             if later in issued:
                 continue
-            # The first of them may be larger than `ahead`
-            is_far = early + sizes[later] > ahead and (early or not ahead)
-            if is_far or live + sizes[later] > window:
-                break
+            if later != unit:
+                # The first of them may be larger than `ahead`
+                is_far = early + sizes[later] > ahead and (early or not ahead)
+                if is_far or live + sizes[later] > window:
+                    break
+                early += sizes[later]
             now.append(later)
             issued.add(later)
-            early += sizes[later]
             live += sizes[later]
         issue.append(now)
         live -= sum(sizes[each] for each in ends[k] if each not in stays)

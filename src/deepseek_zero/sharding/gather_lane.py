@@ -65,7 +65,7 @@ class GatherLane:
         may_wait = any(group.plan.weight.tier is not Tier.DEVICE for group in sharded)
         self._meets_at_begin = in_place and not may_wait
 
-    def agree_on_order(self) -> list[int]:
+    def agree_on_order(self) -> tuple[int, ...]:
         """Return the order of units in which all ranks issue collectives from now on. Collective.
 
         It is the order of the rank that used most units in the first step, followed by unused
@@ -77,7 +77,7 @@ class GatherLane:
         fullest = int((rows >= 0).sum(dim=1).argmax())  # the first such rank
         used = [int(number) for number in rows[fullest] if number > 0]
         self.order_is_agreed = True
-        return [0, *used, *(unit.number for unit in self.units[1:] if unit.number not in used)]
+        return (0, *used, *(unit.number for unit in self.units[1:] if unit.number not in used))
 
     def begin(self, walk: Pass) -> None:
         """Start the gathers of a forward or backward after the previous one ended. Collective."""

@@ -166,7 +166,9 @@ class Runtime:
             self.backward.drop_grads()
         self.step.backwards = 0
         if not self.gathers.order_is_agreed:
-            self.replan(self.gathers.agree_on_order())
+            order = self.gathers.agree_on_order()
+            if order != self.schedule.forward.order:
+                self.replan(order)
         if self.comm.meter.end_step():
             self.comm_ctx.tiers.start_counting()
         for hook in self.after_steps:
