@@ -39,10 +39,9 @@ def schedule_units(
         ahead: The numbers of units that may be updated during backward, before the step.
     """
     grads = [group.plan.grad for unit in units for group in unit.trained]
-    chosen_order = range(len(units)) if order is None else order
     return plan_schedule(
         [unit.gathered_numel for unit in units],
-        chosen_order,
+        order or range(len(units)),
         settings,
         enclosing([unit.name for unit in units]),
         Additions.from_units(units, settings, updates_in_forward, ahead),
@@ -87,8 +86,12 @@ def plan_schedule(
         kept=kept,
     )
     schedule = additions.add_to(plain, settings)
-    all_reduced = additions.all_reduced
-    verify(schedule, around, reduces_each_backward=reduces_each_backward, all_reduced=all_reduced)
+    verify(
+        schedule,
+        around,
+        reduces_each_backward=reduces_each_backward,
+        all_reduced=additions.all_reduced,
+    )
     return schedule
 
 

@@ -200,7 +200,7 @@ class _StepReplay:
         Whole gradients have separate storage.
         """
         return [
-            (group.plan.summand_dtype, group.padded_numel)
+            (group.plan.summands.dtype, group.padded_numel)
             for group in unit.trained
             if _is_cut(group)
         ]
@@ -219,7 +219,7 @@ class _StepReplay:
         self.in_flight.append(reduction)
         for group in unit.trained:
             # These buffers were taken in backward
-            held = [(group.plan.summand_dtype, group.padded_numel)] if _is_cut(group) else []
+            held = [(group.plan.summands.dtype, group.padded_numel)] if _is_cut(group) else []
             taken = [self._travel(group)] if self._is_copied(group) else []
             under_way = self._messages(group).in_flight
             taken += self._receive_buffers(group) * under_way
@@ -246,7 +246,7 @@ class _StepReplay:
         """Return whether a gradient is sent in another form than it is collected."""
         if momenta_codec_of(group.plan) is not None:
             return True
-        return group.hop_wires[0] != Cast(group.plan.summand_dtype)
+        return group.hop_wires[0] != Cast(group.plan.summands.dtype)
 
     def _is_staged(self, group: GroupPlan) -> bool:
         """Return whether a sum is formed in one memory and kept in another."""

@@ -174,18 +174,20 @@ class ShardPlan:
         return self.master is not None and self.master.dtype == torch.int16
 
     @cached_property
-    def summand_dtype(self) -> torch.dtype:
-        """The dtype in which a rank accumulates its own gradient before the reduction."""
+    def summands(self) -> Spec:
+        """The placement, dtype and memory of a rank's own gradient before the reduction."""
         assert self.grad is not None
-        if self.grad.placement is not S:
-            return self.grad.dtype
-        return self.grad.wire.dtype if isinstance(self.grad.wire, Cast) else self.weight.dtype
+        dtype = self.grad.dtype
+        if self.grad.placement is S:
+            wire = self.grad.wire
+            dtype = wire.dtype if isinstance(wire, Cast) else self.weight.dtype
+        return replace(self.grad, placement=P, dtype=dtype)
 
     @property
     def grad_wire(self) -> Codec:
         """The codec in which gradients are sent."""
         assert self.grad is not None
-        return self.grad.wire or Cast(self.summand_dtype)
+        return self.grad.wire or Cast(self.summands.dtype)
 
     @cached_property
     def weight_is_independent(self) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 
 import torch
@@ -23,7 +22,7 @@ from .extras import ErrorsKept, feedback_of, momenta_codec_of, second_copy_of
 from .layout import BLOCK, GRAIN, FlatLayout, Shape, Slot, even_layout
 from .plan_settings import PlanSettings
 from .row_of_group import gradient_wires, plan_for, predivide_of
-from .spec import P, R, S, ShardPlan, Spec
+from .spec import R, S, ShardPlan
 
 
 def whole_layout(
@@ -157,12 +156,6 @@ class GroupPlan:
         """The full names of the parameters, in the order of the layout."""
         return [slot.name for slot in self.layout.slots]
 
-    @cached_property
-    def summands(self) -> Spec:
-        """The placement, dtype and memory of a rank's own gradient before the reduction."""
-        assert self.plan.grad is not None
-        return replace(self.plan.grad, placement=P, dtype=self.plan.summand_dtype)
-
     @property
     def exchange_length(self) -> int:
         """The bytes of one message of momenta, for one slice; 0 if gradients are reduced."""
@@ -198,7 +191,7 @@ class GroupPlan:
         """
         assert self.plan.grad is not None
         return hop_wires(
-            self.plan.grad_wire, self.plan.summand_dtype, self.near, self.plan.grad.wire_inside
+            self.plan.grad_wire, self.plan.summands.dtype, self.near, self.plan.grad.wire_inside
         )
 
     @property

@@ -153,7 +153,7 @@ class Gradient:
             if self.sum.is_reduced:
                 self._set_sum_aside()
         else:
-            spec = group.planned.summands  # partial, in the dtype in which a rank collects
+            spec = group.plan.summands  # partial, in the dtype in which a rank collects
             memory = group.comm_ctx.pool.take(group.layout.padded_numel, spec.dtype)
             buffer = FlatBuffer(group.layout, spec, memory)
         if self.sum.state is GradState.EMPTY:
