@@ -199,7 +199,7 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
         The elements encoded per second, and the elements decoded per second.
     """
     numel = MEASURED_NUMEL.on(device)
-    values = torch.randn(numel, device=device)
+    values = torch.randn(numel, dtype=torch.float32, device=device)
     room = codec_scratch(codec, numel, device)
     message = torch.empty(codec.length(numel), dtype=codec.dtype, device=device)
 

@@ -85,8 +85,8 @@ class MomentumExchange(GradReduction):
         self.signs, self._coming = (
             comm_ctx.world.empty(comm.size * self._length, SIGNS.dtype) for _ in range(2)
         )
-        self.worker = torch.zeros(self._layout.padded_numel, device=device)
-        self.server = torch.zeros(self._layout.slice_numel, device=device)
+        self.worker = torch.zeros(self._layout.padded_numel, dtype=torch.float32, device=device)
+        self.server = torch.zeros(self._layout.slice_numel, dtype=torch.float32, device=device)
         self._has_come = False
         what = group.members[0].name
         nbytes = sum(each.nbytes for each in self.tensors())

@@ -194,7 +194,8 @@ class MomentumSteps(UpdatePolicy):
     def _own_momentum(self, group: ParamGroup) -> Tensor:
         """Return this rank's flat slice of the momentum; missing states are zeros."""
         optimizer = self._optimizer
-        found = torch.zeros(group.layout.slice_numel, device=optimizer.runtime.comm_ctx.pool.device)
+        device = optimizer.runtime.comm_ctx.pool.device
+        found = torch.zeros(group.layout.slice_numel, dtype=torch.float32, device=device)
         for shard in optimizer.shards():
             if shard.group is not group or not self._inner.state.get(shard.param):
                 continue

@@ -159,7 +159,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     known = _elementwise_keys(optimizer)
     if known and optim_state_key not in known:
         return None
-    return torch.zeros(0, device=owner.comm_ctx.pool.device)
+    return torch.zeros(0, dtype=torch.float32, device=owner.comm_ctx.pool.device)
 
 
 def safe_set_local_optimizer_state(

@@ -282,7 +282,8 @@ def _sums_differ(
         found = torch.from_numpy(sample(kind, numel, random)).to(out_dtype)
         expected = found.clone()
         _add_by_loop(rows, found, divisor, add=add, threads=1)
-        _add_by_torch(rows, expected, torch.empty(numel), divisor, add=add)
+        scratch = torch.empty(numel, dtype=torch.float32)
+        _add_by_torch(rows, expected, scratch, divisor, add=add)
         if not same_bits(found, expected):
             return True
     return False

@@ -210,7 +210,9 @@ class Moments:
         missing = [name for name in names if state.get(name) is None]
         if not shard.group.plan.moments_external:
             for name in missing:
-                state[name] = torch.zeros(shard.param.shape, device=shard.master.update_device)
+                state[name] = torch.zeros(
+                    shard.param.shape, dtype=torch.float32, device=shard.master.update_device
+                )
             self._count(shard, state)
             return tuple(state[name].view(-1) for name in names)
         found = []

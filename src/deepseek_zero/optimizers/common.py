@@ -36,6 +36,6 @@ def adam_state(state: dict[str, Any], parameter: Tensor, step_device: torch.devi
         step_device: The device of the scalar `step`, which counts updates.
     """
     if not state:
-        state["step"] = torch.zeros((), device=step_device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

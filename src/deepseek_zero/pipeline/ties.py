@@ -132,7 +132,8 @@ class Ties:
             inbox = {place: torch.empty_like(own) for place in places}
             self._exchange(to_send, places, inbox, "reduce", f"tied {name}")
             inbox[comm.rank] = to_send
-            scratch = torch.empty(min(own.numel(), TILE_NUMEL), device=own.device)
+            tile = min(own.numel(), TILE_NUMEL)
+            scratch = torch.empty(tile, dtype=torch.float32, device=own.device)
             ordered_sum([inbox[place] for place in places], own, scratch, threads=comm.threads)
 
     def _shares(self, name: str) -> bool:

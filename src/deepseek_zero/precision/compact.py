@@ -150,9 +150,8 @@ class Float8Block:
     @cached_property
     def table(self) -> Tensor:
         """Return the values of all 256 codes as a tensor."""
-        return torch.tensor(
-            self.values + [-value for value in self.values] if self.is_signed else self.values
-        )
+        negative = [-value for value in self.values] if self.is_signed else []
+        return torch.tensor(self.values + negative, dtype=torch.float32)
 
     def encode(
         self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None
@@ -214,7 +213,8 @@ class Float8Block:
             The fp32 values: `out` if it was given.
         """
         assert powers is not None
-        out = torch.empty(codes.numel(), device=codes.device) if out is None else out
+        if out is None:
+            out = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
         tile = max(BLOCK, CAST_TILE.on(out.device) // BLOCK * BLOCK)
         table = self.table.to(out.device)
         scales = _power_of_two(powers.int())

@@ -270,7 +270,7 @@ class CommsLogger:
     def _stragglers(self, name: str) -> Summary:
         found = {}
         for size, (count, latencies, *_) in sorted(self.comms_dict[name].items()):
-            own = torch.tensor(latencies, device=default_device())
+            own = torch.tensor(latencies, dtype=torch.float32, device=default_device())
             least = own.clone()
             if dist.is_initialized():
                 dist.all_reduce(least, op=dist.ReduceOp.MIN)

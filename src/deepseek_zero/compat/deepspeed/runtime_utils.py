@@ -260,9 +260,8 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
         Collective: every model-parallel rank of `mpu` must call it.
     """
     grads = [param.grad for param in _own(_each(parameters), mpu) if param.grad is not None]
-    zeros = torch.tensor(
-        float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads))
-    )
+    count = float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads))
+    zeros = torch.tensor(count, dtype=torch.float64)
     group = mpu.get_model_parallel_group() if mpu is not None else None
     return float(_sum_over(zeros, group))
 

@@ -498,7 +498,7 @@ class _Vector:
             kind: WEIGHT or MOMENT.
             key: Name of the optimizer state; "" for weights.
         """
-        values = torch.zeros(self.numel)
+        values = torch.zeros(self.numel, dtype=torch.float32)
         for name, (cut, at) in self.here.items():
             _fill(self.source, (kind, name, key), cut, values[at:])
         return values
