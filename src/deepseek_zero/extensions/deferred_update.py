@@ -7,19 +7,24 @@ deferred state runs its update first, so no result changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..base.meter import PhaseClock
 from ..optim.inner_step import Decision
 from ..optim.master_shard import Tile, Tiles, collected, tiles_by_group
+from ..optim.moments import Moments
 from ..optim.offloaded_states import prefetch
 from ..optim.param_groups import Hypers
 from ..optim.policy_state import Stepping
-from ..optim.tile_memory import TilePrefetcher
+from ..optim.tile_memory import PrefetchSettings, TilePrefetcher
+from ..optim.update_guard import UpdateGuard
 from ..optim.update_policy import UpdatePolicy
 from ..optim.updater import Updater
 from ..sharding.grad_sum import GradState
@@ -39,6 +44,8 @@ class DeferredUpdate(UpdatePolicy):
 
     def __init__(self) -> None:
         self._updater: Updater
+        self._moments: Moments
+        self._settings: PrefetchSettings
         self._tiles: TilePrefetcher[Tile]
         self._decision = Decision(1.0, 0)
         self._later: Mapping[int, Sequence[Tile]] = {}  # by unit
@@ -46,7 +53,9 @@ class DeferredUpdate(UpdatePolicy):
 
     def attach(self, optimizer: Stepping) -> None:
         self._updater = optimizer.updater
-        self._tiles = prefetch((), collected, self._updater.moments, self._updater.settings)
+        self._moments = optimizer.moments
+        self._settings = optimizer.settings.flow
+        self._clock = optimizer.runtime.comm.meter.clock
 
     def tiles_changed(self, tiles: Tiles) -> None:
         self._later = tiles.later
@@ -65,10 +74,8 @@ class DeferredUpdate(UpdatePolicy):
         tiles = [tile for unit, own in self._later.items() if unit not in done for tile in own]
         if not tiles:
             return
-        updater = self._updater
-        self._tiles = prefetch(tiles, collected, updater.moments, updater.settings)
-        updater.has_run = True
-        self._decision = replace(due, hypers=due.hypers or hypers_of(updater.inner))
+        self._tiles = prefetch(tiles, collected, self._moments, self._settings)
+        self._decision = replace(due, hypers=due.hypers or hypers_of(self._updater.inner))
         self._tiles_left = tiles_by_group(tiles)
         for group in self._tiles_left:
             hold(group.gradient)
@@ -92,8 +99,8 @@ class DeferredUpdate(UpdatePolicy):
         if self._updater.guard.is_busy:
             return
         self._updater.guard.refuse_mixture()
-        while self._update_next():
-            pass
+        while any(self._tiles_left.values()):
+            self._update_next()
 
     def flush_group(self, group: ParamGroup) -> None:
         """Run deferred updates in order until those of one parameter group have run.
@@ -115,11 +122,10 @@ class DeferredUpdate(UpdatePolicy):
     finish = flush
     discard = flush
 
-    def _update_next(self) -> bool:
-        with self._updater.guard.guard_mixture():
+    def _update_next(self) -> None:
+        with outside_step(self._updater.guard, self._clock):
             tile = self._tiles.next()
-            if tile is None:
-                return False
+            assert tile is not None
             self._updater.update(tile, self._decision)
             self._tiles.release(tile)
         for group in {shard.group for _, shard in tile}:
@@ -127,7 +133,28 @@ class DeferredUpdate(UpdatePolicy):
             if not self._tiles_left[group]:
                 group.set_pending(None)
                 end_hold(group.gradient)
-        return True
+
+
+@contextmanager
+def outside_step(guard: UpdateGuard, clock: PhaseClock) -> Iterator[None]:
+    """Return a context for updates outside a step, which records if one of them fails.
+
+    If the block raises, some states have been updated and others have not. `refuse_mixture`
+    then raises, because training cannot continue.
+
+    Args:
+        guard: The guard of the optimizer's updates.
+        clock: Measures the time spent on updates.
+    """
+    before = clock.enter("optimizer")
+    already = guard.ended_halfway
+    guard.ended_halfway = True
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+        guard.ended_halfway = already
+    finally:
+        clock.enter(before)
 
 
 def hypers_of(optimizer: Optimizer) -> Hypers:

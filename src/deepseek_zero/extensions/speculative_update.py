@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -41,7 +41,7 @@ from ..optim.master_shard import MasterShard, Tile, Tiles, collected
 from ..optim.moments import Moments
 from ..optim.offloaded_states import prefetch, staged_ranges, storage_ranges
 from ..optim.policy_state import Stepping
-from ..optim.tile_memory import Scratch, StorageRange
+from ..optim.tile_memory import PrefetchSettings, Scratch, StorageRange
 from ..optim.update_policy import UpdatePolicy
 from ..optim.updater import Updater
 from ..precision.loss_scale import LossScaler
@@ -51,7 +51,7 @@ from ..sharding.pool import has_pages_to_return
 from ..sharding.runtime import Runtime
 from ..sharding.step_state import Phase
 from ..sharding.unit import Unit
-from .deferred_update import hypers_of
+from .deferred_update import hypers_of, outside_step
 from .delayed_update import DelayedUpdate, refuse_joining_with_undo_log
 
 # Optimizers whose step over one shard uses only that shard, its entry in `state` and constant
@@ -96,6 +96,8 @@ class SpeculativeUpdate(UpdatePolicy):
         self.undone = 0
         self.runtime: Runtime
         self.updater: Updater
+        self._moments: Moments
+        self._settings: PrefetchSettings
         self.log: UndoLog
         self._delay = delay
         self._speculates = speculates
@@ -104,12 +106,16 @@ class SpeculativeUpdate(UpdatePolicy):
         self._decision: Decision | None = None
         self._done: dict[int, list[ParamGroup]] = {}
         self._reduced: list[Unit] = []  # units that are not updated yet
+        self._has_run = False  # whether a step has updated all units
         self._is_off = False  # set by a read: no more updates before the next step
 
     def attach(self, optimizer: Stepping) -> None:
         self._scaler = optimizer.scaler
         self.runtime = optimizer.runtime
         self.updater = optimizer.updater
+        self._moments = optimizer.moments
+        self._settings = optimizer.settings.flow
+        self._clock = optimizer.runtime.comm.meter.clock
         self.log = UndoLog(optimizer.inner, optimizer.moments, optimizer.scratch)
         reference = weakref.ref(self)  # a runtime does not keep its optimizer alive
 
@@ -149,7 +155,7 @@ class SpeculativeUpdate(UpdatePolicy):
 
         An assumed decision neither clips nor skips.
         """
-        if not self.updater.has_run:  # the log needs room for states that do not exist yet
+        if not self._has_run:  # the log needs room for states that do not exist yet
             return None
         if self._delay is not None and self._delay.is_on:
             return self._delay.expected()
@@ -210,9 +216,8 @@ class SpeculativeUpdate(UpdatePolicy):
 
     def _update_tiles(self, tiles: Sequence[Tile], decision: Decision) -> None:
         """Update tiles by the expected decision, and log their earlier bytes."""
-        updater = self.updater
-        flow = prefetch(tiles, decision.source, updater.moments, updater.settings)
-        with self.updater.guard.guard_mixture():
+        flow = prefetch(tiles, decision.source, self._moments, self._settings)
+        with outside_step(self.updater.guard, self._clock):
             while (tile := flow.next()) is not None:
                 for _, shard in tile:
                     self.log.note(shard)
@@ -290,6 +295,9 @@ class SpeculativeUpdate(UpdatePolicy):
         self._is_off = False
         return stands
 
+    def postpone(self, due: Decision, done: Collection[int]) -> None:
+        self._has_run = True
+
     def discard(self) -> None:
         self.conclude(None)
 
@@ -308,7 +316,7 @@ class SpeculativeUpdate(UpdatePolicy):
         self._is_off = True
         self.undone += len(self._done)
         self._forget()
-        with self.updater.guard.guard_mixture():
+        with outside_step(self.updater.guard, self._clock):
             self.log.undo()
 
     finish = flush

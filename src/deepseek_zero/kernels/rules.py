@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 Value = Any  # a vector of fp32 in LLVM or an array of fp32 in NumPy
 Scalars = tuple[np.float32, ...]
@@ -325,3 +326,15 @@ def rule_of(optimizer: str, hypers: Hypers) -> Rule | None:
     ):
         return None
     return RULES[name]
+
+
+def known_rule(optimizer: Optimizer, hypers: Hypers) -> Rule | None:
+    """Return the rule of an optimizer of PyTorch or of this library; None for other classes.
+
+    Args:
+        optimizer: The optimizer.
+        hypers: Hyper-parameters of the parameter group.
+    """
+    cls = type(optimizer)
+    is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
+    return rule_of(cls.__name__, hypers) if is_known else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
 from ..optimizers.plain_steps import raw_step
+from ..precision.policy import settle_update
 from .master_shard import GradSource, MasterShard, Tile, collected
 from .param_groups import Hypers, with_hypers
 
@@ -23,14 +23,12 @@ class Decision:
         number: Number of the update, which seeds stochastic rounding.
         hypers: Hyper-parameters of the update; None for the current ones.
         source: A function that returns the reduced gradient of a parameter group.
-        prepared: What kernels have computed for each parameter group, by its index.
     """
 
     factor: float
     number: int
     hypers: Hypers | None = None
     source: GradSource = collected
-    prepared: dict[int, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
 
 class InnerStep:
@@ -54,6 +52,9 @@ class InnerStep:
         for part in self._alike(tile, with_gradient):
             with nullcontext() if hypers is None else with_hypers(self.inner, hypers):
                 self._step(part)
+        groups = self.inner.param_groups if hypers is None else hypers
+        for number, shard in tile:
+            settle_update(self.inner, groups[number], shard.param)
 
     def _alike(self, tile: Tile, with_gradient: Sequence[MasterShard]) -> list[Tile]:
         """Split a tile into shards with and without optimizer state.

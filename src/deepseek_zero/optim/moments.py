@@ -62,7 +62,6 @@ class Moments:
         self._inner = inner
         self._scratch = scratch
         self._of_group: dict[int, dict[str, Moment]] = {}  # by id of the group, then by name
-        self._counted: set[int] = set()  # ids of shards whose moments the optimizer keeps itself
 
     def _all(self) -> Iterator[Moment]:
         for moments in self._of_group.values():
@@ -265,7 +264,6 @@ class Moments:
         # A checkpoint that is being written reads the state by this shard
         shard.group.guard.before_write()
         state = self._inner.state.pop(shard.param, None)
-        self._counted.discard(id(shard))
         for part in into if state is not None else ():
             low = part.start - shard.start
             high = part.stop - shard.start
@@ -335,13 +333,9 @@ class Moments:
 
     def _count(self, shard: MasterShard, state: dict[str, Any]) -> None:
         """Count the optimizer's own allocations against the budget of the training device."""
-        if state and id(shard) not in self._counted:
-            self._counted.add(id(shard))
-            rest = shard.group.plan.moments_external
-            tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            nbytes = sum(
-                value.nbytes for value in tensors if not rest or value.shape != shard.param.shape
-            )
-            self._scratch.budget.reserve_for(
-                shard, nbytes, f"the optimizer's state of {shard.names[0]}"
-            )
+        if shard.group.plan.moments_external:
+            state = {
+                name: None if getattr(value, "shape", None) == shard.param.shape else value
+                for name, value in state.items()
+            }
+        self._scratch.budget.count_states(shard, shard.names, state)

@@ -8,9 +8,41 @@ from functools import partial
 from ..planner.spec import S
 from ..sharding.grad_sum import GradSum
 from ..tiers.tier import COMPLETED, CopyEvent, StagedTile
+from .inner_step import Decision
 from .master_shard import GradSource, MasterShard, Tile, collected
 from .moments import Moments
 from .tile_memory import PrefetchSettings, StorageRange, TilePrefetcher
+from .updater import Update
+
+
+def update_offloaded(
+    tiles: Sequence[Tile],
+    decision: Decision,
+    update: Update,
+    moments: Moments,
+    settings: PrefetchSettings,
+) -> Iterator[Tile]:
+    """Update tiles one after another while the states of other tiles are fetched and stored.
+
+    Args:
+        tiles: The tiles, in the order of their updates.
+        decision: The decision of the step.
+        update: Updates one tile.
+        moments: The states of the inner optimizer.
+        settings: How many tiles may be in transfer between memories at the same time.
+
+    Yields:
+        Each tile after its update; its states may still be in storing.
+    """
+    flow = prefetch(tiles, decision.source, moments, settings)
+    try:
+        while (tile := flow.next()) is not None:
+            update(tile, decision)
+            flow.release(tile)
+            yield tile
+    except (Exception, GeneratorExit):  # GeneratorExit: the caller failed between two tiles
+        evict_staged(tiles, decision.source)
+        raise
 
 
 def prefetch(

@@ -7,7 +7,8 @@ operations. Both give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -24,12 +25,12 @@ from ..base.device import CPU, version_of
 from ..comm.context import ranks_of_this_host
 from ..kernels import cuda
 from ..kernels.check import Arrays, Chance
-from ..kernels.rules import Layout, Rule, Scalars, Variant, rule_of
+from ..kernels.rules import Layout, Rule, Scalars, Variant, known_rule
 from ..kernels.sums import compile_squares
 from ..kernels.threads import threads_for
 from ..planner.spec import ShardPlan
 from ..precision.compact import StochasticRounding
-from ..precision.policy import LOW_PRECISION, has_nan, settle_nan
+from ..precision.policy import LOW_PRECISION
 from .inner_step import Decision
 from .master_shard import MasterShard, Tile
 from .moments import Moments
@@ -149,7 +150,8 @@ class OnePass:
         self._inner = inner
         self.refused = ""
         self._counters: dict[int, Counter] = {}  # by id of the shard
-        self._is_known = type(inner).__module__.partition(".")[0] in ("torch", "deepseek_zero")
+        self._decision: Callable[[], Decision | None] = lambda: None  # a weak reference
+        self._groups: dict[int, GroupUpdate | None] = {}  # of that decision, by number
 
     @cached_property
     def _cpu(self) -> Any:
@@ -166,7 +168,7 @@ class OnePass:
         Args:
             hypers: The hyper-parameters of a parameter group.
         """
-        return rule_of(type(self._inner).__name__, hypers) if self._is_known else None
+        return known_rule(self._inner, hypers)
 
     def group(self, hypers: Mapping[str, Any]) -> GroupUpdate | None:
         """Return how kernels update a parameter group's shards, or None if PyTorch updates them."""
@@ -246,11 +248,13 @@ class OnePass:
 
     def _group_of(self, number: int, decision: Decision) -> GroupUpdate | None:
         """Return how kernels update a parameter group in a step, or None if PyTorch does it."""
-        if number not in decision.prepared:
+        if self._decision() is not decision:
+            self._decision = weakref.ref(decision)
+            self._groups = {}
+        if number not in self._groups:
             hypers = self._inner.param_groups if decision.hypers is None else decision.hypers
-            decision.prepared[number] = self.group(hypers[number])
-        found: GroupUpdate | None = decision.prepared[number]
-        return found
+            self._groups[number] = self.group(hypers[number])
+        return self._groups[number]
 
     def update_tile(self, tile: Tile, decision: Decision, moments: Moments) -> Tile:
         """Update the shards of a tile for which there is a kernel.
@@ -271,16 +275,6 @@ class OnePass:
             if not self.update_shard(shard, grad, group, moments, decision.factor, chance):
                 rest.append((number, shard))
         return rest
-
-    def settle_tile(self, tile: Tile, decision: Decision) -> None:
-        """Replace the NaNs that PyTorch wrote by the canonical NaN that kernels write.
-
-        Args:
-            tile: Shards that PyTorch has updated, before their gradients are removed.
-            decision: The decision by which they were updated.
-        """
-        for number, shard in tile:
-            self.settle(shard.param, self._group_of(number, decision))
 
     def update_shard(
         self,
@@ -366,22 +360,6 @@ class OnePass:
                 counter.tensor += 1
             counter.value += 1
             counter.version = version_of(counter.tensor)
-
-    def settle(self, param: Tensor, group: GroupUpdate | None) -> None:
-        """Replace every NaN in a shard and its states by one bit pattern, on a CPU.
-
-        Args:
-            param: The shard that the optimizer holds as a parameter.
-            group: The update of its parameter group, or None if no kernel updates it.
-        """
-        is_settled = param.device == CPU and param.dtype == torch.float32
-        if group is None or param.grad is None or not is_settled:
-            return
-        state = self._inner.state.get(param, {})
-        values = [state[name] for name in group.later.states if state.get(name) is not None]
-        if has_nan(param.data) or (group.rule.hides_nan and any(map(has_nan, values))):
-            for each in (param.data, *values):
-                settle_nan(each.view(torch.int32))
 
 
 @dataclass

@@ -13,6 +13,7 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from .master_shard import MasterShard, Tiles
 from .moments import Moments
+from .step_settings import StepSettings
 from .tile_memory import Scratch
 from .updater import Updater
 
@@ -26,6 +27,7 @@ class Stepping(Protocol):
     moments: Moments
     scratch: Scratch
     scaler: LossScaler | None
+    settings: StepSettings
 
     @property
     def loss_scale(self) -> float: ...

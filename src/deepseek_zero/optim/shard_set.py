@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +27,14 @@ from ..sharding.sharded_parameter import owner_of
 from .initial_states import InitialStates, makes_states, state_of_first_step, states_at_construction
 from .master_shard import MasterShard, Tile, Tiles
 from .moments import Moments
-from .one_pass import planned_layout
+from .offloaded_states import update_offloaded
+from .one_pass import OnePass, planned_layout
 from .param_groups import are_updated_on_cpu, prefer_fused, with_replacements
 from .param_overlap import ParamOverlap, overlaps_of
 from .step_settings import StepSettings, update_settings_of
 from .tile_memory import Scratch
 from .update_policy import UpdatePolicy
-from .updater import Updater
+from .updater import Updater, in_turn
 
 
 class ShardSet:
@@ -56,6 +58,7 @@ class ShardSet:
         inner: The optimizer that computes updates.
         moments: The states of that optimizer.
         updater: Runs the inner optimizer over the tiles.
+        one_pass: Updates shards with kernels; attached to `updater` if a kernel fits a shard.
     """
 
     def __init__(
@@ -135,14 +138,28 @@ class ShardSet:
             self.inner
         )
         self.moments = Moments(self.inner, self.scratch)
-        clock = self.runtime.comm.meter.clock
         numel = sum(shard.numel for shard in self.all())
-        self.updater = Updater(
-            self.inner, self.scratch, self.moments, self.settings.flow, clock, numel
-        )
+        self.updater = Updater(self.inner, self.scratch, numel)
+        self.one_pass = OnePass(self.inner)
         prefer_fused(self.inner, on_cpu=are_updated_on_cpu(self.runtime))
         # Plan again now that the optimizer's class is known, because it decides about kernels
         self.tiles = tiles_of(self.plan, self.shards_by_group)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Attach to the updater what the updates of the current shards need."""
+        updater = self.updater
+        shards = self.all()
+        updater.in_turn = in_turn
+        if any(shard.group.plan.is_offloaded for shard in shards):
+            updater.in_turn = partial(
+                update_offloaded, moments=self.moments, settings=self.settings.flow
+            )
+        updater.kernels = []
+        if any(shard.has_kernel for shard in shards):
+            updater.kernels = [partial(self.one_pass.update_tile, moments=self.moments)]
+        is_stored = any(shard.group.plan.moments_external for shard in shards)
+        updater.stored = [self.moments] if is_stored else []
 
     def all(self) -> list[MasterShard]:
         """Return all shards that this rank updates, in the order of parameter groups."""
@@ -171,7 +188,7 @@ class ShardSet:
                 if shard.has_kernel
             }
             for (_, device), plan in kinds.items():
-                self.updater.one_pass.compile(plan, group, device)
+                self.one_pass.compile(plan, group, device)
 
     def _update_settings(
         self, optimizer: str, groups: Sequence[Mapping[str, Any]]
@@ -391,6 +408,7 @@ class ShardSet:
             group["params"] = [shard.param for shard in shards]
         planned = self.plan
         self.tiles = tiles_of(planned, self.shards_by_group)
+        self._attach()
         self.scratch.grow(planned.fullest_tiles)
         self._reserve_staging(planned)
         for policy in self.policies:

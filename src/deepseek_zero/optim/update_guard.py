@@ -6,27 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
-import torch
-
 from ..base.errors import UsageError
-from ..base.meter import PhaseClock
 from .master_shard import Tile
 
 
 class UpdateGuard:
     """Records whether an update failed after it had changed some states.
 
-    Args:
-        clock: Measures the time spent on updates.
-
     Attributes:
         is_busy: Whether the update of a tile is in progress.
+        ended_halfway: Whether an update failed when some states had been updated.
     """
 
-    def __init__(self, clock: PhaseClock) -> None:
+    def __init__(self) -> None:
         self.is_busy = False
-        self._clock = clock
-        self._ended_halfway = False
+        self.ended_halfway = False
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -36,23 +30,6 @@ class UpdateGuard:
             yield
         finally:
             self.is_busy = False
-
-    @contextmanager
-    def guard_mixture(self) -> Iterator[None]:
-        """Return a context for updates outside a step, which records if one of them fails.
-
-        If the block raises, some states have been updated and others have not. `refuse_mixture`
-        then raises, because training cannot continue.
-        """
-        before = self._clock.enter("optimizer")
-        already = self._ended_halfway
-        self._ended_halfway = True
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                yield
-            self._ended_halfway = already
-        finally:
-            self._clock.enter(before)
 
     def record_failure(self, tiles: Sequence[Tile], done: int) -> None:
         """Record that the update of tiles failed.
@@ -68,11 +45,11 @@ class UpdateGuard:
             shard.has_kernel or shard.master.is_updated_in_place
             for _, shard in chain.from_iterable(tiles)
         )
-        self._ended_halfway = done > 0 or in_place
+        self.ended_halfway = done > 0 or in_place
 
     def refuse_mixture(self) -> None:
         """Raise `UsageError` if an earlier update failed after it had updated some states."""
-        if self._ended_halfway and not self.is_busy:
+        if self.ended_halfway and not self.is_busy:
             raise UsageError(
                 "an earlier step ended with an error while states were being updated.",
                 "Some have taken that step and some have not, so going on would compute with a "

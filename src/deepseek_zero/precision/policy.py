@@ -15,12 +15,16 @@ process tiles that stay in a core's cache, in few passes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ..base.device import PerDevice
+from ..base.device import CPU, PerDevice
+from ..kernels.rules import known_rule
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -143,6 +147,29 @@ def settle_nan(bits: Tensor) -> None:
     """
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
     bits.masked_fill_(is_nan, CANONICAL_NAN)
+
+
+def settle_update(inner: Optimizer, hypers: Mapping[str, Any], param: Tensor) -> None:
+    """Replace every NaN that PyTorch wrote in an update by the NaN that kernels write.
+
+    Nothing changes if the device is not a CPU, or if no kernel has the formula of the update.
+
+    Args:
+        inner: The optimizer, which has updated `param`; its states are changed, too.
+        hypers: The hyper-parameters of the update.
+        param: A parameter of the optimizer. Without a gradient, it was not updated.
+    """
+    if param.grad is None or param.device != CPU or param.dtype != torch.float32:
+        return
+    rule = known_rule(inner, hypers)
+    if rule is None:
+        return
+    state = inner.state.get(param, {})
+    names = rule.variant(hypers, True).states
+    values = [state[name] for name in names if state.get(name) is not None]
+    if has_nan(param.data) or (rule.hides_nan and any(map(has_nan, values))):
+        for each in (param.data, *values):
+            settle_nan(each.view(torch.int32))
 
 
 def scratch_numel(device: torch.device, numel: int) -> int:

@@ -6,7 +6,11 @@ On a CPU, this budget is the only difference between the device's memory and the
 from __future__ import annotations
 
 import weakref
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from torch import Tensor
 
 from ..base.errors import OutOfMemoryError
 from ..base.quantities import format_bytes
@@ -22,6 +26,7 @@ class DeviceBudget:
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
         self.most_bytes = 0
+        self._with_states: WeakSet[Any] = WeakSet()  # owners whose states are counted
 
     def reserve(self, nbytes: int, what: str) -> None:
         """Count bytes that are about to be allocated.
@@ -66,3 +71,19 @@ class DeviceBudget:
         self.reserve(nbytes, what)
         weakref.finalize(owner, self.release, nbytes).atexit = False
         return owner
+
+    def count_states(self, owner: object, names: Sequence[str], states: Mapping[str, Any]) -> None:
+        """Count the states that an optimizer allocated, once, until their owner is deleted.
+
+        Args:
+            owner: The object to which the states belong.
+            names: Names of parameters for the error message.
+            states: The states by name; values other than tensors are not counted.
+
+        Raises:
+            OutOfMemoryError: The limit would be exceeded.
+        """
+        if states and owner not in self._with_states:
+            self._with_states.add(owner)
+            nbytes = sum(state.nbytes for state in states.values() if isinstance(state, Tensor))
+            self.reserve_for(owner, nbytes, f"the optimizer's state of {names[0]}")
