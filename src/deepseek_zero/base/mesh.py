@@ -50,9 +50,6 @@ AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from slowest to fastest
 SHARD_AXES = ("dp_shard", "sp")  # axes over which states are sharded
 # Axes over which gradients are summed: their ranks have the same part of the model
 REDUCE_AXES = ("dp_replicate", *SHARD_AXES)
-# A run of neighbors among the ranks along the shard axes (`Mesh.inner_groups`); not a factor of the
-# world size
-INNER_AXES = ("inner",)
 REST = -1  # the size of an axis that takes all remaining ranks
 _OTHER_NAMES = {
     "replicate": "dp_replicate",

@@ -225,7 +225,7 @@ def log_unquantized(plan: Plan, *, among_hosts: bool) -> None:
         among_hosts: Whether there are several hosts; also log if no codes are sent between them.
     """
     asked = plan.settings.compression
-    groups = [group.plan for unit in plan.units for group in unit.groups]
+    groups = [group.plan for group in plan.groups]
     wanted = {
         "weights": asked.weights,
         "gradients": asked.gradients,
@@ -277,8 +277,7 @@ def log_whole_weights(plan: Plan) -> None:
 
     This happens because the default threshold is meant for large models.
     """
-    groups = [group for unit in plan.units for group in unit.groups]
-    whole = sum(group.layout.numel for group in groups if group.plan.weight.placement is not S)
+    whole = sum(group.layout.numel for group in plan.groups if group.plan.weight.placement is not S)
     if plan.settings.stage == 3 and whole > (1 - NEXT_TO_NOTHING) * plan.numel:
         told = f"all {whole}" if whole == plan.numel else f"{whole} of {plan.numel}"
         log_once(

@@ -38,7 +38,7 @@ def contexts_of_sharers(plan: Plan, comm: Comm, comm_ctx: CommContext) -> dict[i
         Collective: every rank must call it.
     """
     found = dict[int, CommContext]()
-    wanted = {sharers_of(group) for unit in plan.units for group in unit.groups}
+    wanted = set(map(sharers_of, plan.groups))
     for number in _of_all_ranks(wanted, comm.whole):
         sharers = comm.whole.split(plan.mesh.outer_groups(number), f"tp{number}")
         found[number] = with_replicas(comm_ctx, sharers, comm_ctx.divisor)

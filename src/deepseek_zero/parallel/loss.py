@@ -262,24 +262,22 @@ CAUSAL = "ForCausalLMLoss"
 MASKED = "ForMaskedLMLoss"
 
 
-def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -> bool:
+def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -> None:
     """Make a transformers model compute its training loss from split logits.
 
     This is possible if its forward passes its logits to `self.loss_function`, and that is one of
     transformers' losses for language models. In training with labels its output then has no logits.
+    Other models are not changed.
 
     Args:
         model: The model, whose loss function is replaced and which receives two hooks.
         axis: The tensor-parallel axis of the output layer.
         head: The output layer, which computes the logits.
         part: How the output layer is split.
-
-    Returns:
-        Whether the model was changed.
     """
     owner = loss_owner(model, head)
     if owner is None:
-        return False
+        return
     whole = owner.loss_function
     loss = SplitLoss(axis, part, whole, is_causal=whole.__name__ == CAUSAL)  # type: ignore[arg-type, union-attr]
     owner.loss_function = loss  # type: ignore[assignment]
@@ -311,7 +309,6 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: LayerPart) -
 
     owner.register_forward_pre_hook(before, with_kwargs=True)
     owner.register_forward_hook(after, always_call=True)
-    return True
 
 
 def labels_of_calls(model: nn.Module) -> Callable[[Args, Kwargs], Any]:

@@ -14,7 +14,7 @@ from ..base.mesh import Mesh
 from ..planner.pieces import PipelinePlan
 from .pipeline import StagedModel
 from .schedule import Numbers, PipelineSchedule, Program, StageActionKind, make_schedule
-from .stage import Cut, ModelStage
+from .stage import Cut, ModelStage, tied_stages
 
 
 def planned_pipeline(
@@ -101,7 +101,7 @@ def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
         plan.virtual,
         plan.micro_batches,
         group=plan.group,
-        tied=plan.tied,
+        tied=tied_stages(plan.ties),
     )
 
 

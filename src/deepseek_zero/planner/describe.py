@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from ..base.mesh import SHARD_AXES
 from ..precision.codecs import Blocks
 from .spec import ShardPlan, Spec
 
 
 def describe_spec(spec: Spec) -> str:
     """Return the placement, dtype, memory and codecs of a state, such as "S bfloat16 device"."""
-    among = "" if spec.axes == SHARD_AXES else f" {'+'.join(spec.axes)}"
     coded = f" stored as {spec.stored_as}" if spec.stored_as is not None else ""
     coded += f" sent as {spec.wire}" if isinstance(spec.wire, Blocks) else ""
     coded += f", inside a host as {spec.wire_inside}" if spec.wire_inside is not None else ""
-    return (
-        f"{spec.placement.value} {str(spec.dtype).removeprefix('torch.')} "
-        f"{spec.tier.value}{among}{coded}"
-    )
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return f"{spec.placement.value} {dtype} {spec.tier.value}{coded}"
 
 
 def describe_states(plan: ShardPlan) -> dict[str, str]:

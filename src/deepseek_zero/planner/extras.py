@@ -37,7 +37,7 @@ class SecondCopy(Extra):
 
     def words(self, plan: ShardPlan) -> str:
         """Return the placement, dtype and memory of the second copy, as text for reports."""
-        return f" + {describe_spec(self.spec)}"
+        return f" + {describe_spec(self.spec)} inner"
 
 
 @dataclass(frozen=True)

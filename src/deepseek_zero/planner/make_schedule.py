@@ -18,7 +18,7 @@ from .plan_settings import PlanSettings
 from .schedule import Action, ActionKind, Pass, Schedule
 from .schedule_proof import verify
 from .spec import S
-from .units import UnitPlan
+from .units import UnitPlan, trained_groups
 
 
 def schedule_units(
@@ -38,7 +38,7 @@ def schedule_units(
         updates_in_forward: The numbers of units whose optimizer update may run in the next forward.
         ahead: The numbers of units that may be updated during backward, before the step.
     """
-    grads = [group.plan.grad for unit in units for group in unit.trained]
+    grads = [group.plan.grad for group in trained_groups(units)]
     return plan_schedule(
         [unit.gathered_numel for unit in units],
         order or range(len(units)),

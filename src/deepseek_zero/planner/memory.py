@@ -8,6 +8,7 @@ that are in use.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,7 +89,7 @@ def host_pieces(
 
 def group_bytes(
     group: GroupPlan, moments_per_element: int, states: Sequence[str] = STATES
-) -> dict[str, int]:
+) -> Counter[str]:
     """Return the bytes of one group on one rank, by state.
 
     A main weight that shares the storage of the weight counts once, as weight. Offloaded states
@@ -101,7 +102,7 @@ def group_bytes(
         states: The states to count; "secondary" counts with the weight, "errors" with the gradient.
     """
     plan = group.plan
-    found = dict.fromkeys(STATES, 0)
+    found = Counter(dict.fromkeys(STATES, 0))
     for state, spec, count in _rows(plan, moments_per_element):
         if state not in states:
             continue
@@ -109,9 +110,7 @@ def group_bytes(
         if spec is None or spec.tier is Tier.DEVICE:
             found[state] += nbytes * count
         else:
-            found[spec.tier.value] = (
-                found.get(spec.tier.value, 0) + -(-nbytes // PAGE) * PAGE * count
-            )
+            found[spec.tier.value] += -(-nbytes // PAGE) * PAGE * count
     copy = second_copy_of(plan)
     if copy is not None and "weight" in states:
         found["secondary"] = spec_bytes(copy, group.padded_numel, group.secondary_ranks)
@@ -130,11 +129,10 @@ def total_bytes(groups: Sequence[GroupPlan], moments_per_element: int = 2) -> di
         groups: The planned parameter groups.
         moments_per_element: The number of moments for each element.
     """
-    total = dict.fromkeys(STATES, 0)
+    total = Counter(dict.fromkeys(STATES, 0))
     for group in groups:
-        for state, count in group_bytes(group, moments_per_element).items():
-            total[state] = total.get(state, 0) + count
-    return total
+        total.update(group_bytes(group, moments_per_element))
+    return dict(total)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..base.quantities import format_bytes
-from .units import GroupPlan, UnitPlan
+from .units import UnitPlan, trained_groups
 
 HEADER_BYTES = 1024  # describe a message between stages, once for each form of inputs
 # Four flags and a sum of squares, sent to all other ranks once a step if there are several pieces
@@ -69,11 +69,6 @@ class PipelinePlan:
         """The stages of this rank, ascending."""
         return tuple(stage for stage, rank in enumerate(self.placement) if rank == self.rank)
 
-    @property
-    def tied(self) -> tuple[int, ...]:
-        """The stages that share a parameter with another."""
-        return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
-
     def seen(self, outputs: Sequence[int], grads: Sequence[int]) -> PipelinePlan:
         """Return a copy of the plan with the message sizes that a step has measured.
 
@@ -130,16 +125,6 @@ class PipelinePlan:
             lanes[lane] = max(lanes.get(lane, 0), output + grad)
         return self.in_flight[self.rank] * sum(lanes.values())
 
-    @property
-    def received_bytes(self) -> int:
-        """The largest number of bytes of received activations that are kept for backward."""
-        received = [
-            self.outputs[stage - 1]
-            for stage in self.stages
-            if stage and self.placement[stage - 1] != self.rank
-        ]
-        return self.in_flight[self.rank] * max(received, default=0) if self.outputs else 0
-
     def tie_bytes(self, units: Sequence[UnitPlan]) -> int:
         """Return the bytes of gradients that this rank sends for parameters of several stages.
 
@@ -152,7 +137,7 @@ class PipelinePlan:
         }
         return sum(
             (sharers[slot.name] - 1) * slot.numel * group.plan.grad.dtype.itemsize
-            for group in _trained(units)
+            for group in trained_groups(units)
             for slot in group.layout.slots
             if slot.name in sharers and group.plan.grad is not None
         )
@@ -290,7 +275,3 @@ class SequencePlan:
             f"shared sequences: {self.ranks} ranks, attention by {self.attention}, "
             f"{format_bytes(self.token_bytes)} sent per token{known}"
         ]
-
-
-def _trained(units: Sequence[UnitPlan]) -> list[GroupPlan]:
-    return [group for unit in units for group in unit.trained]

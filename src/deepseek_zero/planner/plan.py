@@ -26,7 +26,7 @@ from .plan_settings import Machine, PlanSettings
 from .pool_estimate import Size, buffer_bytes, pool_buffers
 from .schedule import Schedule
 from .unit_tiers import PlacementSettings, TierChoices, assign_tiers, split_by_ratio
-from .units import GroupPlan, UnitPlan, plan_units
+from .units import GroupPlan, UnitPlan, all_groups, plan_units, trained_groups
 from .update import ParamGroupPlan, UpdatePlan, UpdateSettings, plan_update
 from .volume import StepVolume, step_volume
 
@@ -59,6 +59,11 @@ class Plan:
     tensor: TensorPlan | None = None
     sequence: SequencePlan | None = None
 
+    @property
+    def groups(self) -> list[GroupPlan]:
+        """The parameter groups of all units, unit by unit."""
+        return all_groups(self.units)
+
     # -- bytes
 
     def bytes_by_state(self) -> dict[str, int]:
@@ -76,9 +81,8 @@ class Plan:
             "module_buffers": The buffers of the model, whole on each rank.
             "boundaries": The send slots of pipeline stages, and the buffers that sum shared layers.
         """
-        groups = [group for unit in self.units for group in unit.groups]
-        total = total_bytes(groups, moments_per_element=0)
-        total["weight"] += sum(group.plan.weight.dtype.itemsize for group in groups)
+        total = total_bytes(self.groups, moments_per_element=0)
+        total["weight"] += sum(group.plan.weight.dtype.itemsize for group in self.groups)
         total["buffers"] = buffer_bytes(self.pool_buffers())
         if self.update is not None:
             total["moments"] += self.update.moments_bytes
@@ -108,7 +112,7 @@ class Plan:
         if self.update is not None and is_known(self.update.settings.optimizer):
             counts = {id(group): count for group, count in self.update.moments_per_group()}
         found: list[HostPiece] = []
-        for group in (group for unit in self.units for group in unit.groups):
+        for group in self.groups:
             is_shared = self.machine.reads_in_place or group.ranks == 1
             is_shared = is_shared and can_be_shared(group.plan, self.mesh.device)
             per_element = counts.get(id(group), 0)
@@ -167,7 +171,7 @@ class Plan:
     @property
     def numel(self) -> int:
         """The number of elements of all parameters."""
-        return sum(group.layout.numel for unit in self.units for group in unit.groups)
+        return sum(group.layout.numel for group in self.groups)
 
     def explain(self) -> list[str]:
         """Return a line for each group of each unit, and the schedule."""
@@ -176,16 +180,19 @@ class Plan:
             f"{self.mesh.device}"
         ]
         lines += [line for number, unit in enumerate(self.units) for line in unit.explain(number)]
-        said = [*self._secondary_line(), *self._hosts_line(), *self._coded_line()]
-        return [*lines, *said, f"schedule: {self.schedule}", *self._piece_lines()]
+        return [*lines, *self._message_lines(), f"schedule: {self.schedule}", *self._piece_lines()]
 
     def uncoded(self) -> Plan:
         """Return this plan without quantization, to compare the sent bytes."""
         return replace(self, units=tuple(unit.uncoded() for unit in self.units))
 
+    def _message_lines(self) -> list[str]:
+        """Return the lines about messages that differ from those of a plain run."""
+        return [*self._secondary_line(), *self._hosts_line(), *self._coded_line()]
+
     def _coded_line(self) -> list[str]:
         """Return the bytes of a step with and without codes, if some matrices are coded."""
-        groups = [group for unit in self.units for group in unit.groups if group.is_coded]
+        groups = [group for group in self.groups if group.is_coded]
         resting = self._resting_line(
             [group for group in groups if group.plan.weight.stored_as is not None]
         )
@@ -254,7 +261,7 @@ class Plan:
 
     def _hosts_line(self) -> list[str]:
         """Return the order in which sums are formed, if it is not the order of ranks."""
-        near = max((group.near for unit in self.units for group in unit.groups), default=1)
+        near = max((group.near for group in self.groups), default=1)
         if near == 1:
             return []
         volume = self.volume()
@@ -267,12 +274,8 @@ class Plan:
 
     def _piece_lines(self) -> list[str]:
         """Return the lines about the axes that cut the model."""
-        found = [
-            each.explain()
-            for each in (self.tensor, self.sequence, self.pipeline)
-            if each is not None
-        ]
-        return [line for lines in found for line in lines]
+        pieces = (self.tensor, self.sequence, self.pipeline)
+        return [line for each in pieces if each is not None for line in each.explain()]
 
     def table(self) -> list[str]:
         """Return the plan as lines of a text table, with one line for equal units."""
@@ -286,8 +289,8 @@ class Plan:
             f"{'units':<32} {'elements':>14}  states",
         ]
         lines += self._unit_lines()
-        said = [*self._secondary_line(), *self._hosts_line(), *self._coded_line()]
-        lines += ["", *said] if said else []
+        if messages := self._message_lines():
+            lines += ["", *messages]
         lines += ["", "bytes of this rank between steps"]
         lines += [
             f"  {state:<16} {format_bytes(nbytes):>12}"
@@ -400,25 +403,15 @@ def _plan(
     machine: Machine,
     update: UpdateSettings | None,
 ) -> Plan:
+    planned = None
     if update is None:
         units = plan_units(shape, settings, mesh)
     else:
         units = plan_units(shape, settings, mesh, update.uncut_names, update.grain)
-    if update is not None:
         update = replace(update, crosses_hosts=machine.spans_hosts)
-    schedule = declared_schedule(units, settings, update)
-    planned = None
-    if update is not None:
         planned = plan_update(units, update, mesh.shard_index, mesh.device)
-    return Plan(
-        settings,
-        mesh,
-        machine,
-        units,
-        schedule,
-        planned,
-        shape.buffer_bytes,
-    )
+    schedule = declared_schedule(units, settings, update)
+    return Plan(settings, mesh, machine, units, schedule, planned, shape.buffer_bytes)
 
 
 def declared_schedule(
@@ -431,12 +424,14 @@ def declared_schedule(
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
         update: The settings of the optimizer; None if nothing is updated.
     """
+    if update is None:
+        return schedule_units(units, settings)
     deferred = [
         number
         for number, unit in enumerate(units)
-        if update is not None and any(update.defers(group.plan) for group in unit.trained)
+        if any(update.defers(group.plan) for group in unit.trained)
     ]
-    ahead = [number for number in deferred if update is not None and update.by_unit and number]
+    ahead = [number for number in deferred if update.by_unit and number]
     return schedule_units(units, settings, updates_in_forward=deferred, ahead=ahead)
 
 
@@ -479,9 +474,7 @@ def _working_bytes(plan: Plan, update: UpdateSettings | None) -> int:
     may clip.
     """
     if update is None:  # an optimizer may be added later
-        names = frozenset(
-            name for unit in plan.units for group in unit.trained for name in group.names
-        )
+        names = frozenset(name for group in trained_groups(plan.units) for name in group.names)
         update = UpdateSettings("SGD", (ParamGroupPlan({}, names),))
     step = plan_update(plan.units, replace(update, scales_grads=True), 0, plan.mesh.device)
     return buffer_bytes(plan.pool_buffers()) + step.scratch_bytes

@@ -27,7 +27,7 @@ from .messages import MAX_IN_FLIGHT, SUM_TILE_NUMEL, Messages, inbox_sizes, mess
 from .plan_settings import Machine, PlanSettings
 from .schedule import ActionKind, Schedule
 from .spec import S
-from .units import GroupPlan, UnitPlan
+from .units import GroupPlan, UnitPlan, all_groups, trained_groups
 
 Size = tuple[torch.dtype, int]  # dtype and number of elements, which identify a buffer
 
@@ -118,12 +118,9 @@ class _StepReplay:
         The codec needs a buffer, too.
         """
         under_way: deque[Size] = deque()
-        for group in (
-            group
-            for unit in self.units
-            for group in unit.trained
-            if group.plan.weight_is_independent
-        ):
+        for group in trained_groups(self.units):
+            if not group.plan.weight_is_independent:
+                continue
             if len(under_way) == MAX_IN_FLIGHT:
                 self.ledger.give([under_way.popleft()])
             under_way.append(
@@ -157,14 +154,12 @@ class _StepReplay:
         if group.replicas == 1:
             return []
         parts = FlatLayout((), -(-slice_numel // group.replicas), group.replicas)
-        message = messages_of(parts.slice_numel, parts.ranks, self.settings.bucket_numel).numel
+        messages = messages_of(parts.slice_numel, parts.ranks, self.settings.bucket_numel)
         found = [(dtype, parts.padded_numel)] if parts.padded_numel != slice_numel else []
         if self.machine.replicas_read_in_place or not slice_numel:
             return found
-        under_way = messages_of(
-            parts.slice_numel, parts.ranks, self.settings.bucket_numel
-        ).in_flight
-        return found + [(dtype, message * (group.replicas - 1))] * under_way
+        inbox = (dtype, messages.numel * (group.replicas - 1))
+        return found + [inbox] * messages.in_flight
 
     def _gathered(self, unit: UnitPlan) -> list[Size]:
         """Return the buffers of gathered weights.
@@ -330,7 +325,7 @@ def scratch_numel(units: Sequence[UnitPlan], device: torch.device) -> int:
         units: The planned units of the model, the root first.
         device: The device on which the ranks train.
     """
-    groups = [group for unit in units for group in unit.groups]
+    groups = all_groups(units)
     has_codes = any(group.is_coded or group.plan.weight.stored_as is not None for group in groups)
     return (WORK_NUMEL if has_codes else SUM_TILE_NUMEL).on(device)
 
@@ -355,7 +350,7 @@ def pool_buffers(
         device: The device on which the ranks train.
         machine: Which ranks are on one host, and the memory budgets.
     """
-    groups = [group for unit in units for group in unit.groups]
+    groups = all_groups(units)
     if all(group.ranks == 1 for group in groups):
         rows = [group.plan for group in groups]
         if not any(row.is_offloaded or row.weight.stored_as is not None for row in rows) and all(

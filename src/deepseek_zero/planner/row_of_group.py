@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from ..base.mesh import INNER_AXES
 from ..precision.codecs import Cast, Codec
 from ..tiers.tier import Tier
 from .extras import ErrorsKept, LateGradient, SecondCopy
@@ -89,7 +88,7 @@ def plan_for(
     extras: list[Extra] = []
     if weight_place is S and weight_tier is Tier.DEVICE and 1 < settings.secondary_ranks < ranks:
         # The second copy holds decoded values, and is gathered among neighbors.
-        extras.append(SecondCopy(replace(weight, axes=INNER_AXES, wire=None, stored_as=None)))
+        extras.append(SecondCopy(replace(weight, wire=None, stored_as=None)))
     if not trainable:
         return ShardPlan(weight, extras=tuple(extras))
     policy = settings.policy

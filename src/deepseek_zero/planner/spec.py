@@ -19,9 +19,9 @@ There are four kinds of state, each with a placement, a dtype and a tier (memory
 A stage chooses a column. At stage 3, tiny parameters (`persistent`) use column Z2. Frozen
 parameters have only a weight.
 
-A state is sharded over the ranks along a set of mesh axes (`SHARD_AXES` by default); the other
-ranks hold the same slices. planner/row_of_group.py makes rows from settings, and planner/extras.py
-has the additions of extensions to a row.
+A state is sharded over the ranks along the mesh axes `SHARD_AXES`; the other ranks hold the same
+slices. planner/row_of_group.py makes rows from settings, and planner/extras.py has the additions of
+extensions to a row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from typing import Self, TypeVar
 
 import torch
 
-from ..base.mesh import SHARD_AXES
 from ..precision.codecs import Blocks, Cast, Codec
 from ..tiers.tier import Tier
 
@@ -79,7 +78,6 @@ class Spec:
         dtype: The dtype of the elements; if `stored_as` is set, of the decoded elements.
         tier: The memory that holds them.
         wire: The codec of messages between ranks; None sends the elements unchanged.
-        axes: The mesh axes over which the state is sharded.
         wire_inside: The codec of partial gradients inside a host, if gradients are summed within
             each host first; None sends them unchanged.
         stored_as: The codec of a rank's slice between uses; None stores the elements unchanged.
@@ -89,7 +87,6 @@ class Spec:
     dtype: torch.dtype
     tier: Tier = Tier.DEVICE
     wire: Codec | None = None
-    axes: tuple[str, ...] = SHARD_AXES
     wire_inside: Codec | None = None
     stored_as: Blocks | None = None
 

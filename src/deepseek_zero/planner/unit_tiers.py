@@ -19,7 +19,7 @@ from ..base.quantities import format_bytes
 from ..tiers.tier import Tier
 from .memory import STATES, group_bytes
 from .plan_settings import PlanSettings, UnitTiers
-from .units import UnitPlan
+from .units import UnitPlan, trained_groups
 
 WEIGHTS = STATES[:1]
 OTHERS = STATES[1:]
@@ -159,7 +159,7 @@ def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tu
     Returns:
         The memory of the weights and of the states of each unit.
     """
-    keep = (1.0 - ratio) * sum(group.padded_numel for unit in units for group in unit.trained)
+    keep = (1.0 - ratio) * sum(group.padded_numel for group in trained_groups(units))
     kept = 0
     found = []
     for unit in units:

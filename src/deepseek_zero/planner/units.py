@@ -6,7 +6,7 @@ model, and sharding/regroup.py for a group that is divided during a run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -317,6 +317,16 @@ class UnitPlan:
             f"  {number:>3} {self.name:<28} {group.layout.numel:>12,} elements  {group.describe()}"
             for group in self.groups
         ]
+
+
+def all_groups(units: Iterable[UnitPlan]) -> list[GroupPlan]:
+    """Return the groups of all units, unit by unit."""
+    return [group for unit in units for group in unit.groups]
+
+
+def trained_groups(units: Iterable[UnitPlan]) -> list[GroupPlan]:
+    """Return the groups of all units that have a gradient, unit by unit."""
+    return [group for unit in units for group in unit.trained]
 
 
 def coded_names(

@@ -26,7 +26,7 @@ from ..tiers.tier import Tier
 from .layout import GRAIN
 from .memory import StateCounts, group_bytes, moments_for
 from .spec import R, S, ShardPlan
-from .units import GroupPlan, UnitPlan
+from .units import GroupPlan, UnitPlan, all_groups, trained_groups
 
 EVERY_UNIT = -1
 # Minimum elements of a rank's updates for compiled kernels. Compiling takes a second, and saves
@@ -247,10 +247,7 @@ def tile_order(
             updates.
     """
     unit_of = {id(group): number for number, unit in enumerate(units) for group in unit.groups}
-    order = {
-        id(group): number
-        for number, group in enumerate(group for unit in units for group in unit.groups)
-    }
+    order = {id(group): number for number, group in enumerate(all_groups(units))}
     flat = [(number, shard) for number, of_group in enumerate(shards) for shard in of_group]
     flat.sort(key=lambda item: (order[id(item[1].group)], item[1].start))
     now = list[Tile]()
@@ -574,8 +571,7 @@ def plan_update(
     shards = [
         [
             shard
-            for unit in units
-            for group in unit.trained
+            for group in trained_groups(units)
             for shard in shard_ranges(
                 group, rank, each.names, settings.tile_numel_of(group.plan), each.is_uncut
             )

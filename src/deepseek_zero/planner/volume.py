@@ -29,7 +29,7 @@ from .pieces import PipelinePlan
 from .plan_settings import PlanSettings
 from .schedule import ActionKind, Pass, Schedule
 from .spec import R, S
-from .units import GroupPlan, UnitPlan
+from .units import GroupPlan, UnitPlan, all_groups, trained_groups
 
 STEP_FLAGS = 5  # numbers that a step's message has besides the sums of squares (optim/verdict.py)
 
@@ -99,9 +99,9 @@ def step_volume(
         pipeline: How often weights are gathered, if the model is cut into stages; gradients are
             then reduced once.
     """
-    ranks = next((group.ranks for unit in units for group in unit.groups), 1)
+    ranks = next((group.ranks for group in all_groups(units)), 1)
     world = ranks * replicas
-    trained = [group for unit in units for group in unit.trained]
+    trained = trained_groups(units)
     sent: Counter[ActionKind] = Counter()
     gathers: Counter[int] = Counter()  # number of gathers, by unit
     for kind, number, times in _movements(units, schedule, settings, pipeline):
@@ -134,7 +134,7 @@ def _inside_hosts(
 
     They are counted if gradients are summed within each host first.
     """
-    if not any(group.near > 1 for unit in units for group in unit.groups):
+    if not any(group.near > 1 for group in all_groups(units)):
         return 0
     gathers = Counter[int]()
     total = 0
