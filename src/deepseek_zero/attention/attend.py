@@ -52,7 +52,7 @@ def attend(
     """
     check_shapes(query, key, value, biases)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if has_no_values(query):
+    if has_no_values(query) or not query.numel():
         return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
     run = _attend
     if torch.compiler.is_compiling():  # A compiler must not unroll the loop over tiles

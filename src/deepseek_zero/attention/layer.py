@@ -74,7 +74,7 @@ class SparseAttention:
             UsageError: The shapes do not fit.
         """
         pattern = Pattern.of(self.layout, is_causal=is_causal, window=window, reach=reach)
-        if dropout:
+        if dropout and query.numel():
             check_shapes(query, key, value, biases)
             return self._dense(query, key, value, pattern, scale, biases, dropout)
         return attend(

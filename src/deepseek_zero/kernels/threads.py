@@ -88,7 +88,8 @@ def _ranks_near_gpu(files: host.HostFiles, ranks_here: int) -> int:
     if gpus < 2:
         return 1
     own = _cpus_near_gpu(files, default_device().index or 0)
-    return sum(_cpus_near_gpu(files, rank % gpus) == own for rank in range(ranks_here))
+    sharers = sum(_cpus_near_gpu(files, rank % gpus) == own for rank in range(ranks_here))
+    return max(1, sharers)  # 0 if the ranks do not use the first GPUs of the host
 
 
 @cache

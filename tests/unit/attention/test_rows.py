@@ -174,6 +174,17 @@ def test_a_query_without_keys_gets_zeros_and_no_gradient() -> None:
             assert out[:, :, 40:].all() and all(each.isfinite().all() for each in others)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("keys", [0, 5])
+def test_no_queries_give_an_empty_output(keys: int, dropout: float) -> None:
+    query, key, value = (torch.ones(1, 2, length, 8) for length in (0, keys, keys))
+    query.requires_grad_()
+    found = SparseAttention(BigBird())(query, key, value, dropout=dropout)
+    found.sum().backward()
+    assert found.shape == query.shape
+    assert query.grad is not None
+
+
 def test_the_same_inputs_give_the_same_bits_and_other_layouts_other_numbers() -> None:
     given = tensors(1, 4, 2, 200, 200, 16, torch.float32)
     pattern = Pattern.of(BigBird(different_layout_per_head=True))

@@ -81,12 +81,12 @@ def test_updates_are_counted_beyond_256(cls: type[Lamb | Muon]) -> None:
 
 def test_gradients_of_tied_weights_are_summed_in_fp32() -> None:
     def body(rank: Rank) -> Tensor:
-        mesh = Mesh(pp=2).on_world(rank.size, rank.index)
-        ties = Ties(rank.comm, mesh, (0, 1), {"weight": (0, 1)})
+        mesh = Mesh(pp=3).on_world(rank.size, rank.index)
+        ties = Ties(rank.comm, mesh, (0, 1, 2), {"weight": (0, 1, 2)})
         grad = torch.tensor([1.0, 0.5], dtype=torch.float32) + rank.index * 2.0**-20
         ties.add_up({"weight": grad})
         return grad
 
     with default_dtype(torch.bfloat16):
-        sums = run_ranks(2, body)
-    assert all(torch.equal(each, torch.tensor([2.0, 1.0]) + 2.0**-20) for each in sums)
+        sums = run_ranks(3, body)
+    assert all(torch.equal(each, torch.tensor([3.0, 1.5]) + 3 * 2.0**-20) for each in sums)

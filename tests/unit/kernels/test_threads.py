@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from deepseek_zero.base import host
 from deepseek_zero.base.memory import PAGE, Slab
@@ -72,6 +73,18 @@ def test_ranks_share_the_cpus_near_their_gpus(
     monkeypatch.setattr(threads, "pci_address", str)
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(nodes))
     assert threads_for(ranks) == expected
+
+
+def test_a_lone_rank_may_have_any_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may choose the GPU by LOCAL_RANK without starting ranks for the others."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)
+    for gpu in range(4):
+        files_of(tmp_path, {f"sys/bus/pci/devices/{gpu}/numa_node": str(gpu // 2)})
+    fake_host.install(monkeypatch, two_nodes(tmp_path, ("0-7", "8-15")))
+    monkeypatch.setattr(threads, "pci_address", str)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(threads, "default_device", lambda: torch.device("cuda", 3))
+    assert threads_for(1) == 8
 
 
 @pytest.fixture
