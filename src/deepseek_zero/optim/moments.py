@@ -203,6 +203,9 @@ class Moments:
         Args:
             shard: The shard to which the moments belong.
             names: Names of all its moments.
+
+        Raises:
+            UsageError: A program has replaced a moment by a tensor of another dtype or size.
         """
         shard.group.guard.before_write()
         state = self._inner.state[shard.param]
@@ -212,6 +215,9 @@ class Moments:
                 state[name] = torch.zeros(
                     shard.param.shape, dtype=torch.float32, device=shard.master.update_device
                 )
+            for name in names:
+                if state[name].dtype != torch.float32 or state[name].numel() != shard.numel:
+                    raise _changed_state(shard, name, state[name])
             self._count(shard, state)
             return tuple(state[name].view(-1) for name in names)
         found = []
@@ -339,3 +345,13 @@ class Moments:
                 for name, value in state.items()
             }
         self._scratch.budget.count_states(shard, shard.names, state)
+
+
+def _changed_state(shard: MasterShard, name: str, value: Tensor) -> UsageError:
+    """Create the error for a moment that a kernel would read beyond its end."""
+    return UsageError(
+        f"the optimizer's state '{name}' of {', '.join(shard.names[:3])} is now a tensor of "
+        f"{value.numel()} elements of {str(value.dtype).removeprefix('torch.')}.",
+        f"Updates read {shard.numel} numbers of float32.",
+        "copy new values into the state (copy_) instead of replacing its tensor.",
+    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero as dz
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.kernels import cuda
 from deepseek_zero.kernels.rules import Layout, Variant
 from deepseek_zero.optim.inner_states import reset_states
@@ -179,4 +180,29 @@ def test_an_engine_on_a_cpu_chooses_the_fused_adagrad() -> None:
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adagrad"}}
     engine = dz.initialize(model=model, config=config)[0]
     assert [group["fused"] for group in engine.optimizer.param_groups] == [True]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_state_that_was_replaced_by_another_dtype_is_refused(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel would read beyond its end, or read other numbers."""
+    pytest.importorskip("llvmlite")
+    monkeypatch.setenv("DEEPSEEK_ZERO_KERNELS", "compiled")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": 1},
+    }
+    engine, optimizer, *_ = dz.initialize(model=nn.Linear(3, 3), config=config)
+    for changes in (False, True):
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        if changes:
+            state = next(iter(optimizer.state.values()))
+            state["exp_avg"] = state["exp_avg"].to(dtype)
+            with pytest.raises(UsageError, match=str(dtype).removeprefix("torch.")):
+                engine.step()
+        else:
+            engine.step()
     engine.destroy()
