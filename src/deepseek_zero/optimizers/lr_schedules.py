@@ -738,8 +738,8 @@ def resolve_schedule(
 
     The name is that of a schedule of DeepSpeed or of a class of `torch.optim.lr_scheduler`. The
     classes of PyTorch require a `torch.optim.Optimizer`. To check the parameters, the function
-    first runs three steps of the schedule over another optimizer with copies of the parameter
-    groups.
+    first runs up to three steps of the schedule over another optimizer with copies of the
+    parameter groups.
 
     Args:
         name: The name of the schedule, for example "WarmupLR". Case is ignored.
@@ -783,7 +783,7 @@ def resolve_schedule(
 
 
 def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, Any]) -> None:
-    """Run three steps over a stand-in optimizer.
+    """Run three steps, or all if there are fewer, over a stand-in optimizer.
 
     This finds values that the class accepts but cannot compute with, before the training starts.
     """
@@ -797,7 +797,8 @@ def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, A
     ]
     schedule = cls(stand_in, **settings)
     mark_stepped(stand_in)
-    for _ in range(3):
+    # OneCycleLR raises an error after its last step
+    for _ in range(min(3, getattr(schedule, "total_steps", 3))):
         schedule.step(**({"metrics": 1.0} if cls is torch_schedules.ReduceLROnPlateau else {}))
     rates = [group["lr"] for group in stand_in.param_groups]
     if not all(isinstance(rate, int | float | torch.Tensor) for rate in rates):

@@ -253,6 +253,14 @@ def test_a_schedule_by_name_refuses_an_optimizer_without_groups(name: str) -> No
             resolve_schedule(name, {}, optimizer)
 
 
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_one_cycle_of_pytorch_may_have_few_steps(total: int) -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    params = {"max_lr": 0.1, "total_steps": total}
+    schedule = resolve_schedule("OneCycleLR", params, optimizer)
+    assert isinstance(schedule, torch.optim.lr_scheduler.OneCycleLR)
+
+
 def test_a_schedule_by_name_finds_a_wrapped_optimizer() -> None:
     inner = groups(0.3)
     schedule = resolve_schedule("WarmupLR", {}, SimpleNamespace(optimizer=inner))
