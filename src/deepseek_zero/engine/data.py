@@ -140,8 +140,9 @@ class ShardedLoader:
 
     Every rank gets the same number of batches. If `shuffles`, each epoch is shuffled with a seed
     that all ranks share. Without a sampler, samples are distributed by steps (`StepOrder`). The
-    indices of a sampler are cut into batches in order. After `load_state_dict`, iteration continues
-    at the position that `state_dict` returned.
+    indices of a sampler are cut into batches in order. If the program sets the epoch of a
+    DistributedSampler, the loader continues with that epoch. After `load_state_dict`, iteration
+    continues at the position that `state_dict` returned.
 
     Args:
         dataset: The dataset of all ranks, map-style or iterable.
@@ -178,6 +179,7 @@ class ShardedLoader:
         self.samples = self._resume_at = 0
         self._samples_before = 0  # the same for the previous epoch
         self.sampler = sampler
+        self._sampler_epoch = 0  # the epoch that this loader has set in a DistributedSampler
         if sampler is None and not isinstance(dataset, IterableDataset):
             many: int = len(dataset)  # type: ignore[arg-type]  # map-style data have a length
             shares = mesh.data_index, mesh.data_size
@@ -275,6 +277,10 @@ class ShardedLoader:
             self._resume_at = 0
 
     def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.sampler, DistributedSampler):
+            if self.sampler.epoch != self._sampler_epoch:  # the program has set it
+                self.set_epoch(self.sampler.epoch)
+            self._sampler_epoch = self.epoch
         if isinstance(self.sampler, StepOrder | DistributedSampler):
             self.sampler.set_epoch(self.epoch)
         self.samples = self._resume_at

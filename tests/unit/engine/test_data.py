@@ -130,6 +130,21 @@ def test_changed_training_data_is_reported(
     assert "(90 samples; it had 110)" in caplog.text and "sample 2 " in caplog.text
 
 
+def test_the_epoch_that_a_program_sets_in_its_sampler_is_used() -> None:
+    data = TensorDataset(torch.arange(10))
+    sampler = DistributedSampler(data, 2, 1)
+    loader = ShardedLoader(data, 1, Mesh(dp_shard=2, rank=1), sampler=sampler)
+    for epoch in (5, 6, 2):
+        sampler.set_epoch(epoch)
+        expected = list(sampler)
+        assert [int(batch[0]) for batch in loader] == expected
+    next(iter(loader))  # an epoch that is left early
+    sampler.set_epoch(4)
+    expected = list(sampler)
+    assert [int(batch[0]) for batch in loader] == expected
+    assert [int(batch[0]) for batch in loader] != expected, "the next epoch has another order"
+
+
 class Counting(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
