@@ -11,7 +11,8 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,9 @@ def _full_disk(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.ranks(2)
 def test_different_tags_on_ranks_are_reported_or_refused(tmp_path: Path) -> None:
     engine = build(3)
-    engine.save_checkpoint(tmp_path, tag=f"rank{here()}")
+    with redirect_stderr(StringIO()) as err:
+        engine.save_checkpoint(tmp_path, tag=f"rank{here()}")
+    assert ("WARNING: rank 0 saves under tag" in err.getvalue()) == (here() == 0)
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["rank0"]
     strict = build(3, checkpoint={"tag_validation": "Fail"})
     with pytest.raises(

@@ -6,6 +6,7 @@ of `Engine`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -499,7 +500,8 @@ class ZeroEngine(Exports, Engine):
         if self.runtime.settings.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             log_once(
                 f"Did not save the model {target} because "
-                "stage3_gather_16bit_weights_on_model_save is False."
+                "stage3_gather_16bit_weights_on_model_save is False.",
+                logging.WARNING,
             )
             return False
         settings = checkpoint.ExportSettings(exclude_frozen=exclude_frozen_parameters)

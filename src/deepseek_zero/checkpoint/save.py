@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import secrets
 from collections.abc import Mapping
@@ -404,7 +405,7 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
             raise DifferentTagsError(
                 f"{message}.", "One checkpoint has one tag.", "pass the same tag on every rank."
             )
-        log_once(f"{message}; rank 0's is used.")
+        log_once(f"{message}; rank 0's is used.", logging.WARNING)
     return tag_to_save(tags[0])
 
 

@@ -713,7 +713,8 @@ def _total(settings: Any, warmup: float) -> float:
     if steps < warmup:
         log_once(
             f"total_num_steps {steps} is less than warmup_num_steps {warmup}: the run ends inside "
-            "the warm-up."
+            "the warm-up.",
+            logging.WARNING,
         )
     return steps
 

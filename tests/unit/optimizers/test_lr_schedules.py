@@ -108,11 +108,12 @@ def test_warmup_cosine_is_a_ratio_of_each_groups_rate() -> None:
     assert schedule.get_last_lr()[1] == pytest.approx(4 * 0.1)
 
 
-def test_a_total_within_the_warmup_is_logged_and_set_to_the_minimum(
-    capsys: pytest.CaptureFixture[str],
+def test_a_total_within_the_warmup_is_warned_of_and_set_to_the_minimum(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cosine = WarmupCosineLR(groups(1.0), 2, warmup_num_steps=4, cos_min_ratio=0.25)
-    assert "total_num_steps 2 is less than warmup_num_steps 4" in capsys.readouterr().err
+    with caplog.at_level("WARNING"):
+        cosine = WarmupCosineLR(groups(1.0), 2, warmup_num_steps=4, cos_min_ratio=0.25)
+    assert "total_num_steps 2 is less than warmup_num_steps 4" in caplog.text
     cosine.step(4)
     assert cosine.get_last_lr() == [0.25]
 
