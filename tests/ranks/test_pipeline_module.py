@@ -91,6 +91,13 @@ def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
     mean, logits = engine.eval_batch(batches_of(9), return_logits=True)
     assert mean.item() == pytest.approx(reference.eval_batch(batches_of(9)).item(), rel=1e-6)
     assert (logits is not None) is engine.is_last_stage()
+    raw = {"compute_loss": False, "reduce_output": None}
+    expected = reference.eval_batch(batches_of(9), **raw)
+    outputs = engine.eval_batch(batches_of(9), **raw)
+    assert (outputs is not None) is engine.is_last_stage()
+    if outputs is not None:
+        torch.testing.assert_close(outputs, expected)
+        assert torch.equal(logits, outputs[-1]), "the output of the last micro-batch"
     for call in (engine.forward, engine.backward, engine.step):
         with pytest.raises(PipelineError, match="Only train_batch"):
             call(None)

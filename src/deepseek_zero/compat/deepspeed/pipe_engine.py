@@ -98,16 +98,19 @@ class PipelineEngine(DeepSpeedEngine):
 
         Args:
             data_iter: Iterator over (inputs, labels), one pair per micro-batch.
-            return_logits: Whether to also return this rank's outputs of the last stage.
+            return_logits: Whether to also return the output of the last micro-batch.
             compute_loss: Whether to compute the loss from the outputs of the last stage.
-            reduce_output: Ignored; every rank gets the mean.
+            reduce_output: None to return the outputs of the model if `compute_loss` is false.
+                Otherwise ignored; every rank gets the mean loss.
             bcast_loss: Ignored; every rank gets the loss.
             num_micro_batches: Number of micro-batches; None for the number of a training step.
 
         Returns:
-            The mean loss over micro-batches and data-parallel ranks, or None if `compute_loss` is
-            false. If `return_logits` is true, a pair of this value and the list of outputs, one for
-            each micro-batch. The list is None on ranks that do not have the last stage.
+            The mean loss over micro-batches and data-parallel ranks. If `compute_loss` is false, it
+            is None, or the list of outputs, one for each micro-batch of this rank, if
+            `reduce_output` is None. If `return_logits` is true, a pair of this value and the output
+            of the last micro-batch. As in DeepSpeed, only ranks of the last stage have outputs; on
+            other ranks they are None.
 
         Raises:
             UsageError: There is no data to read, `num_micro_batches` is not a positive integer, a
@@ -120,10 +123,15 @@ class PipelineEngine(DeepSpeedEngine):
             Collective: every rank must call it.
         """
         found: Any = self._read(data_iter)
-        outputs = evaluate(
-            self, found, num_micro_batches, keeps_outputs=return_logits, has_loss=compute_loss
+        returns_outputs = not compute_loss and reduce_output is None
+        keeps_outputs = return_logits or returns_outputs
+        loss, outputs = evaluate(
+            self, found, num_micro_batches, keeps_outputs=keeps_outputs, has_loss=compute_loss
         )
-        return outputs if return_logits else outputs[0]
+        result = outputs if returns_outputs else loss
+        if not return_logits:
+            return result
+        return result, None if outputs is None else outputs[-1]
 
     def _read(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
         data = given if given is not None else self._data
