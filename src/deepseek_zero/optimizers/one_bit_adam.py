@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, shown
 from .common import Closure, adam_state, evaluated
 
 
@@ -52,7 +52,7 @@ class OneBitAdam(AdamW):
             exchange ends.
 
     Raises:
-        ConfigError: `freeze_step` is less than 1.
+        ConfigError: `freeze_step` is less than 1, or parameter groups have different ones.
         ValueError: Another argument is out of range.
     """
 
@@ -67,16 +67,18 @@ class OneBitAdam(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        if freeze_step < 1:
-            raise ConfigError(
-                f"OneBitAdam: freeze_step is {freeze_step}.",
-                "Its second moment comes from the gradients of the first steps.",
-                "give about a fifth of all steps, at least 1.",
-            )
+        _refuse_few_steps(freeze_step)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         self.defaults["freeze_step"] = freeze_step
         for group in self.param_groups:
-            group.setdefault("freeze_step", freeze_step)
+            _refuse_few_steps(group.setdefault("freeze_step", freeze_step))
+        steps = [group["freeze_step"] for group in self.param_groups]
+        if len(set(steps)) > 1:
+            raise ConfigError(
+                f"OneBitAdam: parameter groups have different values of freeze_step, {steps}.",
+                "The ranks start to exchange all momenta in the same step.",
+                "state freeze_step once, as an argument of the optimizer.",
+            )
         self.takes_momenta = False
 
     @property
@@ -146,4 +148,13 @@ class OneBitAdam(AdamW):
         update = torch.div(mean, scale, out=scale).masked_fill_(square == 0, 0.0)
         param.mul_(1 - lr * group["weight_decay"]).sub_(
             update.mul_(lr / (1 - beta1 ** float(state["step"])))
+        )
+
+
+def _refuse_few_steps(freeze_step: Any) -> None:
+    if not isinstance(freeze_step, int | float) or freeze_step < 1:
+        raise ConfigError(
+            f"OneBitAdam: freeze_step is {shown(freeze_step)}.",
+            "Its second moment comes from the gradients of the first steps.",
+            "give about a fifth of all steps, at least 1.",
         )

@@ -14,6 +14,7 @@ from deepseek_zero.optimizers import registry
 from deepseek_zero.optimizers.lamb import Lamb
 from deepseek_zero.optimizers.lion import Lion
 from deepseek_zero.optimizers.muon import Muon
+from deepseek_zero.optimizers.one_bit_adam import OneBitAdam
 from deepseek_zero.optimizers.registry import VALID_OPTIMIZERS, granularity_of, resolve_optimizer
 
 
@@ -218,6 +219,20 @@ def test_one_bit_adam_takes_deepspeeds_parameters_and_needs_a_warm_up() -> None:
     ] == 0.0
     with pytest.raises(ConfigError, match="freeze_step is 0"):
         resolve_optimizer("OneBitAdam", {"freeze_step": 0})
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [((5, 0), "freeze_step is 0"), ((5, "a"), "freeze_step is 'a'"), ((5, 6), "different values")],
+)
+def test_one_bit_adam_refuses_the_freeze_step_of_a_parameter_group(
+    steps: tuple[Any, Any], message: str
+) -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(2))], "freeze_step": step} for step in steps]
+    with pytest.raises(ConfigError, match=message):
+        OneBitAdam(groups)
+    same = [{**group, "freeze_step": 5} for group in groups]
+    assert OneBitAdam(same).freeze_step == 5
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
