@@ -124,6 +124,12 @@ def plan_node(
     names = list(hosts)
     node_rank = _own_place(names, options.node_rank, own_names)
     share = _share_of_slots(hosts[names[node_rank]][: options.num_gpus], options.nproc, machine)
+    if options.num_nodes is not None and options.num_nodes > len(names):
+        note = (
+            f"--num_nodes {options.num_nodes}: the hostfile has {_count(len(names), 'host')}, so "
+            "that many are used"
+        )
+        share = replace(share, note=note)
     return _placed(options, share, len(names), node_rank, names[0])
 
 

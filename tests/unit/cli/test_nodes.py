@@ -156,6 +156,9 @@ def test_slots_of_the_hostfile_are_places_among_the_visible_gpus(hostfile: Path)
 def test_numbers_limit_the_hosts_and_their_slots(hostfile: Path) -> None:
     plan = plan_node(RankOptions(hostfile=hostfile, num_nodes=1, num_gpus=1), CPU, {"first"})
     assert (plan.num_nodes, plan.share.nproc, plan.master_port) == (1, 1, 0)
+    assert plan.share.note == ""
+    more = plan_node(RankOptions(hostfile=hostfile, num_nodes=4), CPU, {"first"})
+    assert more.num_nodes == 2 and "the hostfile has 2 hosts" in more.share.note
 
 
 def test_a_machine_missing_in_the_hostfile_gets_an_error_with_advice(hostfile: Path) -> None:

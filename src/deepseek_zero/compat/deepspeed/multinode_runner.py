@@ -231,6 +231,10 @@ class PDSHRunner(MultiNodeRunner):
 
         Returns:
             The command, a placeholder for DeepSpeed's kill command, and the environment.
+
+        Raises:
+            ValueError: The hosts have different numbers of slots, or a slot with a lower number is
+                left out. All hosts get the same command.
         """
         environment = {**environment, "PDSH_RCMD_TYPE": "ssh"}
         if self.args.ssh_port is not None:
@@ -242,6 +246,7 @@ class PDSHRunner(MultiNodeRunner):
         command += [f"cd {shlex.quote(os.path.abspath('.'))};"]
         command += [sys.executable, *"-u -m deepseek_zero.cli run --as-deepspeed".split()]
         command += ["--node_rank=%n", f"--num_nodes={len(active_resources)}"]
+        command += [f"--num_gpus={_slots_of_each(active_resources)}"]
         command += [f"--master_addr={self.args.master_addr}"]
         command += [f"--master_port={self.args.master_port}"]
         for flag in ("module", "no_python", "no_local_rank"):
@@ -249,6 +254,19 @@ class PDSHRunner(MultiNodeRunner):
         # A shell on each host reads the command.
         command += map(shlex.quote, [self.user_script, *self.user_arguments])
         return command, ["pdsh", "-w", hosts, "true"], environment
+
+
+def _slots_of_each(hosts: Resources) -> int:
+    """Return the number of slots of every host, which are its first ones."""
+    slots = [list(range(each)) if isinstance(each, int) else list(each) for each in hosts.values()]
+    number = len(slots[0]) if slots else 0
+    if not number or any(each != list(range(number)) for each in slots):
+        raise ValueError(
+            f"pdsh starts the same ranks on all hosts, and the selected slots are {dict(hosts)}; "
+            "select the same number of slots on each host, from 0 on, or start `deepseek-zero run "
+            "--hostfile ... --include ...` on each host"
+        )
+    return number
 
 
 class OpenMPIRunner(MultiNodeRunner):

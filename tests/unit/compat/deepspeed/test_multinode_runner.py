@@ -46,6 +46,15 @@ def test_pdsh_gets_the_flags_and_quoted_arguments_of_the_program() -> None:
     ]
 
 
+def test_pdsh_starts_the_selected_slots() -> None:
+    runner = multinode_runner.PDSHRunner(multinode_runner.parse_args(["train.py"]), "")
+    for hosts in ({"a": 2, "b": 2}, {"a": [0, 1], "b": [0, 1]}):
+        assert "--num_gpus=2" in runner.get_cmd({}, hosts)[0]
+    for hosts in ({"a": 2, "b": 1}, {"a": [1], "b": [1]}, {}):
+        with pytest.raises(ValueError, match="selected slots"):
+            runner.get_cmd({}, hosts)
+
+
 def test_the_log_folder_is_no_program() -> None:
     args = multinode_runner.parse_args(["--enable_each_rank_log", "logs", "train.py"])
     assert (args.enable_each_rank_log, args.user_script) == ("logs", "train.py")
