@@ -668,6 +668,14 @@ def test_submodules_of_torchscript_are_trained(stage: int) -> None:
     assert not any(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_getters_return_the_keys_of_the_zero_section() -> None:
+    zero = {"stage": 2, "allgather_bucket_size": 1000, "zero_quantized_gradients": True}
+    engine = built(config(2, zero_optimization=zero))
+    assert engine.zero_allgather_bucket_size() == 1000 and engine.zero_quantized_gradients()
+    assert engine.zero_reduce_scatter() and engine.zero_contiguous_gradients()
+    assert engine.aio_config().queue_depth == 8
+
+
 def test_the_configuration_is_read_under_deepspeeds_names() -> None:
     found = built(config(2, bf16={"enabled": True}))._config
     assert (found.zero_enabled, found.zero_optimization_stage, found.zero_config.stage) == (
