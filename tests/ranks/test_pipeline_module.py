@@ -20,6 +20,7 @@ from deepseek_zero.compat.deepspeed.pipe import (
     PipelineModule,
     TiedLayerSpec,
 )
+from tests.plain import here
 
 MANY = 4
 
@@ -101,6 +102,16 @@ def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
     for call in (engine.forward, engine.backward, engine.step):
         with pytest.raises(PipelineError, match="Only train_batch"):
             call(None)
+
+
+@pytest.mark.ranks(3)
+def test_a_stage_between_the_first_and_the_last_needs_no_data() -> None:
+    parts = [LayerSpec(nn.Linear, 4, 4) for _ in range(3)]
+    engine = engine_of(PipelineModule(parts, num_stages=3, loss_fn=nn.functional.mse_loss), 1)
+    batch = torch.ones(2, 4), torch.zeros(2, 4)
+    data = None if here() == 1 else iter([batch] * 2 * MANY)
+    first = engine.train_batch(data)
+    assert engine.eval_batch(data) < first
 
 
 @pytest.mark.ranks(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -62,7 +63,7 @@ class PipelineEngine(DeepSpeedEngine):
         Args:
             data_iter: Iterator over (inputs, labels), one pair per micro-batch. None uses the data
                 that `set_dataiterator` or `set_dataloader` has set, or else the engine's data
-                loader.
+                loader. As in DeepSpeed, only the first and the last stage need data.
 
         Returns:
             The mean loss over micro-batches and data-parallel ranks: a scalar, the same on every
@@ -84,7 +85,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def eval_batch(  # type: ignore[override]
         self,
-        data_iter: Iterator[Any],
+        data_iter: Iterator[Any] | None,
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
@@ -97,7 +98,8 @@ class PipelineEngine(DeepSpeedEngine):
         that the engine had before.
 
         Args:
-            data_iter: Iterator over (inputs, labels), one pair per micro-batch.
+            data_iter: Iterator over (inputs, labels), one pair per micro-batch. It may be None on
+                ranks with neither the first nor the last stage.
             return_logits: Whether to also return the output of the last micro-batch.
             compute_loss: Whether to compute the loss from the outputs of the last stage.
             reduce_output: None to return the outputs of the model if `compute_loss` is false.
@@ -135,6 +137,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _read(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
         data = given if given is not None else self._data
+        reads = self.is_first_stage() or self.is_last_stage()
+        if data is None and not reads and self.training_dataloader is None:
+            return repeat((None, None))
         if data is None and self._batch_fn is not None:
             data = own_batches(self)
         # `map` would read a list from its beginning in every step.
