@@ -176,7 +176,7 @@ class _Ranks:
         if layer is not None:
             assert isinstance(layer.axis, TensorAxis)
             self._axis = layer.axis
-            self.first = sum(layer.part.widths[: self._axis.group.index])
+            self.first = sum(layer.part.weight.widths[: self._axis.group.index])
 
     def gathered(self, own: Tensor) -> list[Tensor]:
         return [own] if self._axis is None else self._axis.all_gather([own], "the loss of a tile")

@@ -409,7 +409,7 @@ def gather(x: Tensor, group: TensorGroup, columns: Split, what: str) -> Tensor:
         Collective and blocking: every rank must call it.
     """
     own = columns.ranges[group.index]
-    widths = [sum(stop - start for start, stop in ranges) for ranges in columns.ranges]
+    widths = columns.widths
     in_order = all(len(ranges) == 1 for ranges in columns.ranges)
 
     def forward(x: Tensor) -> Tensor:

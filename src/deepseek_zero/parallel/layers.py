@@ -48,11 +48,6 @@ class LayerPart:
     shards_tokens: bool = False
 
     @property
-    def widths(self) -> list[int]:
-        """Return how many elements of the weight's split dimension each rank holds."""
-        return [sum(stop - start for start, stop in ranges) for ranges in self.weight.ranges]
-
-    @property
     def side(self) -> Split:
         """Return how a vector with one element per row or column is split, such as a bias."""
         return Split("split", (self.weight.shape[self.weight.dim],), 0, self.weight.ranges)
@@ -257,7 +252,7 @@ class TensorAxis:
         else:
             self.leave()
         if part.scatters:
-            x = scatter(x, self.group, part.widths, part.name)
+            x = scatter(x, self.group, part.weight.widths, part.name)
         x = cast_for_autocast(x)
         weight = _cast(layer.weight, x.dtype)
         bias = _cast(layer.bias, x.dtype)
@@ -298,7 +293,7 @@ class TensorAxis:
             column in the whole vocabulary. The list contains one tuple, for this rank.
             (`VirtualAxis` returns one tuple for each simulated rank.)
         """
-        return [(sum(part.widths[: self.group.index]), logits)]
+        return [(sum(part.weight.widths[: self.group.index]), logits)]
 
     def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
         """All-gather one matrix from each rank.

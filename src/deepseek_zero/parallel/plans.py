@@ -195,8 +195,8 @@ class ParallelPlan:
         """
         lines = Counter[tuple[str, ...]]()
         for choice in self.choices:
-            parts = " + ".join(dict.fromkeys(map(str, choice.part.widths)))
-            share = f"{parts} of {sum(choice.part.widths)}"
+            parts = " + ".join(dict.fromkeys(map(str, choice.part.weight.widths)))
+            share = f"{parts} of {sum(choice.part.weight.widths)}"
             lines[_wild(choice.name), choice.style, share, choice.source] += 1
         for name, why in self.left.items():
             lines[_wild(name), "equal", "whole", why] += 1

@@ -543,15 +543,17 @@ class _Shared:
         Note:
             Collective if there are labels.
         """
-        labels = _first_given(kwargs, "shift_labels", "labels")
-        if not self.rests(module) and not self._attended:
+        if self.rests(module):
+            return None
+        if not self._attended:
             raise NotBuiltError(
                 f"{type(module).__name__} is not built for sequence-parallel ranks: its forward "
                 "has called no attention that is registered with transformers.",
                 "Attention needs every token, and the model's own sees those of one rank.",
                 "leave sp out.",
             )
-        if self.rests(module) or not self.settings.weighs_loss or labels is None:
+        labels = _first_given(kwargs, "shift_labels", "labels")
+        if not self.settings.weighs_loss or labels is None:
             return None
         if isinstance(output, tuple):
             return self._weighed(output[0], labels), *output[1:]
@@ -588,14 +590,11 @@ class _Shared:
                 hide later tokens, the other chunk of this rank, and tokens outside of the window.
             options: Other arguments of the attention.
         """
-        is_causal = options.get("is_causal")
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
         said = ""
         if options.get("position_bias") is not None:
             said = "adds a bias to its scores"
         elif isinstance(mask, Tensor):
-            said = self._unlike(mask, bool(is_causal), options.get("sliding_window"))
+            said = self._unlike(mask, _is_causal(module, options), options.get("sliding_window"))
         if said:
             raise NotBuiltError(
                 f"attention of {type(module).__name__} is not built for sequence-parallel ranks: "
@@ -682,9 +681,8 @@ class _Shared:
     def _gathered(
         self, core: Any, module: Any, states: _States, args: Args, kwargs: Kwargs
     ) -> Tensor:
-        is_causal = kwargs.pop("is_causal", None)
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
+        is_causal = _is_causal(module, kwargs)
+        kwargs.pop("is_causal", None)
 
         def kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
             seen = mask if mask is None else mask[None, None]
@@ -694,6 +692,12 @@ class _Shared:
 
         window = kwargs.get("sliding_window")
         return attend_gathered(self.group, kernel, *states, is_causal=is_causal, window=window)
+
+
+def _is_causal(module: Any, options: Mapping[str, Any]) -> bool:
+    """Return whether a call of attention is causal: as its options say, or as its layer does."""
+    is_causal = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 # Modules of models that share sequences. transformers calls attention with one of them.

@@ -102,7 +102,7 @@ def _numbers_of(
     for choice in choices:
         style = choice.style
         outputs, inputs = choice.widths
-        own = choice.part.widths[coordinate]
+        own = choice.part.weight.widths[coordinate]
         forwards = 2 if recomputes and style not in ("head", "vocabulary") else 1
         if style in ("column", "column_gather", "head"):
             entered = inputs

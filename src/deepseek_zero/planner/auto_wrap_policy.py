@@ -81,24 +81,19 @@ class ModelShape:
     buffer_bytes: int = 0
 
     @property
+    def params(self) -> dict[str, ParamShape]:
+        """The parameters of all units, by name."""
+        return {name: param for unit in self.units for name, param in unit.params.items()}
+
+    @property
     def wholes(self) -> dict[str, str]:
         """The name of the whole parameter, by the name of each parameter that is cut by rows."""
-        return {
-            name: param.whole
-            for unit in self.units
-            for name, param in unit.params.items()
-            if param.whole
-        }
+        return {name: param.whole for name, param in self.params.items() if param.whole}
 
     @property
     def cuts(self) -> dict[str, Split]:
         """How parameters are split along the tensor-parallel axis "tp", by name."""
-        return {
-            name: param.split
-            for unit in self.units
-            for name, param in unit.params.items()
-            if param.split
-        }
+        return {name: param.split for name, param in self.params.items() if param.split}
 
 
 def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:

@@ -74,11 +74,16 @@ class Split:
         ranges = ((0, shape[0]),) if shape else ()
         return cls(kind, shape, 0, (ranges,) * ranks)
 
+    @property
+    def widths(self) -> list[int]:
+        """The number of indices of dimension `dim` that each rank holds."""
+        return [sum(stop - start for start, stop in ranges) for ranges in self.ranges]
+
     def local_shape(self, coordinate: int) -> Shape:
         """Return the shape of the part that the rank at this coordinate along "tp" holds."""
         if self.kind != "split":
             return self.shape
-        width = sum(stop - start for start, stop in self.ranges[coordinate])
+        width = self.widths[coordinate]
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def sharers(self, coordinate: int) -> tuple[int, ...]:

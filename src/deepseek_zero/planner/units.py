@@ -410,19 +410,19 @@ def group_params(
     return groups
 
 
-def persistent_names(units: Sequence[UnitShape], settings: PlanSettings) -> frozenset[str]:
+def persistent_names(model: ModelShape, settings: PlanSettings) -> frozenset[str]:
     """Return the names of small parameters that stay gathered at ZeRO stage 3.
 
     A gather would cost more time than their memory is worth. The smallest parameters are chosen
     first, up to the total size that the settings allow. At other stages the result is empty.
 
     Args:
-        units: The units of the model.
+        model: The shape of the model.
         settings: The ZeRO stage, dtypes, sizes and memories of the run.
     """
     if settings.stage < 3 or settings.persistence_numel <= 0:
         return frozenset()
-    sizes = sorted((param.numel, name) for unit in units for name, param in unit.params.items())
+    sizes = sorted((param.numel, name) for name, param in model.params.items())
     names = set()
     total = 0
     for numel, name in sizes:
@@ -517,7 +517,7 @@ def plan_units(
             "group of neighbours.",
             "choose a divisor, usually the ranks of one host, or 1 for no copy.",
         )
-    persistent = persistent_names(model.units, settings)
+    persistent = persistent_names(model, settings)
     return tuple(
         UnitPlan(
             unit.name or "root",

@@ -287,7 +287,7 @@ def test_feed_forward_layers_and_vocabularies_are_cut_at_multiples_of_a_grain() 
     """
     model = tiny("llama")
     widths = {
-        choice.name: choice.part.widths
+        choice.name: choice.part.weight.widths
         for choice in choose(model, 2, ParallelSettings(grain=32)).choices
     }
     assert widths["lm_head"] == [32, 35] and widths["model.layers.0.self_attn.q_proj"] == [16, 16]
@@ -295,7 +295,7 @@ def test_feed_forward_layers_and_vocabularies_are_cut_at_multiples_of_a_grain() 
         widths["model.layers.0.mlp.up_proj"] == widths["model.layers.0.mlp.down_proj"] == [24, 24]
     )
     narrow = {
-        choice.name: choice.part.widths
+        choice.name: choice.part.weight.widths
         for choice in choose(model, 2, ParallelSettings(grain=16)).choices
     }
     assert narrow["model.layers.0.mlp.up_proj"] == [32, 16] and narrow["lm_head"] == [32, 35]

@@ -781,7 +781,7 @@ def show_names(engine: Engine) -> None:
             "name": name,
             "tp_world_size": engine.mesh.tp,
             "tp_index": engine.mesh.coordinates["tp"],
-            "_partition_sizes": tuple(part.widths),
+            "_partition_sizes": tuple(part.weight.widths),
         }
         if is_column:
             shown["gather_output"] = part.gathers or part.is_head
