@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import deepseek_zero
+from deepseek_zero.base import memory as memory_file
 from deepseek_zero.base.device import storage_users
 from deepseek_zero.base.errors import (
     DeepSeekZeroError,
@@ -194,7 +195,8 @@ def test_holes_of_the_heap_are_returned_with_offloaded_weights(
         engine_of(3, offload(tier) | {"stage3_param_persistence_threshold": 0}),
         list[int](),
     )
-    monkeypatch.setattr(group_file, "trim_heap", lambda: calls.append(1))
+    monkeypatch.setattr(memory_file, "trim_heap", lambda: calls.append(1))
+    monkeypatch.setattr(group_file, "FREED_GRADS", memory_file.FreedMemory(limit_bytes=1))
     train_step(engine, Run(3), 0)
     assert bool(calls) is leaves
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import backward_id, queue_backward_callback, version_of
-from ..base.memory import PAGE, trim_heap
+from ..base.memory import PAGE, FreedMemory
 from ..base.quantities import ceil_div, format_bytes, rounded_up
 from ..base.work import Work
 from ..comm.context import ranks_of_this_host
@@ -67,7 +67,9 @@ class ActivationOffload:
         # Filled by finalizers, which may run anywhere and therefore do nothing else
         self._dropped: deque[int] = deque()
         self._leaving: deque[Work] = deque()
-        self._arrived = self._holes_bytes = 0
+        self._arrived = 0
+        # Freed storages and restored copies, which leave holes in the heap
+        self._freed = FreedMemory(HOLES_BYTES)
         self._chunk_bytes = self._largest_bytes = 0
         self._backward = -1  # The last backward that ends with a sweep
         self._known: dict[int, KnownTensor] = {}  # By id, while the tensor exists
@@ -143,7 +145,7 @@ class ActivationOffload:
         self._copies.copy_out(tensors, inputs)
         self._arrived += 1
         self._offloaded[self._arrived] = inputs
-        self._count_holes(inputs)
+        self._freed.add(inputs.nbytes)
         self.used_bytes += inputs.nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return OffloadHandle(self, self._arrived)
@@ -177,7 +179,7 @@ class ActivationOffload:
             inputs.storage.evict(*inputs.block)
         if soon and tickets[0].is_done():
             self._copies.prefetch(soon[0], self._offloaded[soon[0]])
-        self._count_holes(inputs)
+        self._freed.add(inputs.nbytes)
         self._sweep_after_backward()
         return found
 
@@ -192,16 +194,6 @@ class ActivationOffload:
             newest.is_stored = True
         while len(self._leaving) > BEHIND:
             self._leaving.popleft().wait()
-
-    def _count_holes(self, inputs: OffloadedInputs) -> None:
-        """Count the storages that are freed here and the restored copies.
-
-        Each of them soon leaves a hole in the heap.
-        """
-        self._holes_bytes += inputs.nbytes
-        if self._holes_bytes >= HOLES_BYTES:
-            self._holes_bytes = 0
-            trim_heap()
 
     # -- memory
 

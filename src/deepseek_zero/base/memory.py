@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -431,6 +432,25 @@ def trim_heap() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(KEPT_BYTES))
+
+
+@dataclass
+class FreedMemory:
+    """Calls `trim_heap` after each `limit_bytes` of freed tensors.
+
+    A call after every tensor would also return memory that the next tensors reuse, and they would
+    get it back page by page.
+    """
+
+    limit_bytes: int = KEPT_BYTES
+    freed_bytes: int = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count the bytes of a tensor that is freed."""
+        self.freed_bytes += nbytes
+        if self.freed_bytes >= self.limit_bytes:
+            self.freed_bytes = 0
+            trim_heap()
 
 
 class Segment:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base.device import without_torch_function
-from ..base.memory import trim_heap
+from ..base.memory import FreedMemory
 from ..comm.pending import DONE, Pending
 from ..planner.spec import R, S
 from ..planner.units import GroupPlan
@@ -25,6 +25,9 @@ from .group import Group
 from .model_changes import error_of_lost_values, warn_of_lost_changes
 from .param_info import ParamInfo
 from .weight_gather import WeightGather
+
+# Gradients of units whose weights are in other memories
+FREED_GRADS = FreedMemory()
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ class ParamGroup(AccessibleGroup):
         self.unsharded = None
         self.weight_gather.give_back(full)
         if self.weight.storage.is_offloaded:
-            trim_heap()  # return the heap memory of the unit's gradients
+            FREED_GRADS.add(full.memory.nbytes)
         if error is not None:
             raise error
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deepseek_zero.base import memory
 from deepseek_zero.base.memory import (
     HUGE_PAGE,
     PAGE,
@@ -123,6 +124,8 @@ def test_freed_memory_is_kept_unless_configured_otherwise(variables: dict[str, s
 
 HOLES = """
 import torch
+
+from deepseek_zero.base import memory
 from deepseek_zero.base.memory import trim_heap, keep_freed_memory
 from tests.unit.base.test_memory import resident_bytes
 keep_freed_memory()
@@ -158,3 +161,15 @@ def test_pages_in_the_page_cache_are_detected_without_reading(tmp_path: Path) ->
         for _ in range(2):
             assert not is_cached(file.fileno(), 0, 8 * PAGE)
     assert not is_cached(9999, 0, PAGE), "no such file is open"
+
+
+def test_the_heap_is_trimmed_after_each_limit_of_freed_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = list[int]()
+    monkeypatch.setattr(memory, "trim_heap", lambda: calls.append(freed.freed_bytes))
+    freed = memory.FreedMemory(limit_bytes=100)
+    for nbytes in (60, 39, 1, 250, 99):
+        freed.add(nbytes)
+    assert len(calls) == 2
+    assert freed.freed_bytes == 99
