@@ -31,7 +31,9 @@ from deepseek_zero.comm.flight_recorder import FlightRecorder
 from deepseek_zero.comm.ids import CollectiveId
 from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
+from deepseek_zero.engine.connecting import compare_ranks
 from deepseek_zero.extensions.group_parts import group_parts
+from deepseek_zero.extensions.model_changes import watch_changes
 from deepseek_zero.extensions.state_dicts import StateDicts
 from deepseek_zero.extensions.zero_init import ready_units
 from deepseek_zero.optim.shard_set import ShardSet
@@ -41,7 +43,6 @@ from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.plan_settings import Machine, PlanSettings
 from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.group_build import build_group
-from deepseek_zero.sharding.model_changes import ModelRules
 from deepseek_zero.sharding.param_group import ParamGroup
 from deepseek_zero.sharding.pool import Pool
 from deepseek_zero.sharding.runtime import Runtime
@@ -479,7 +480,10 @@ def bare(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any
         Machine(in_place, near_read_in_place=in_place, far_read_in_place=in_place),
     )
     comm = rank.comm.lay_out(here)
-    return wrap_model(model, plan, comm, Tiers(), group_parts, ModelRules(), ready_units)
+    compare_ranks(model, plan, comm)
+    runtime = wrap_model(model, plan, comm, Tiers(), group_parts, ready_units)
+    watch_changes(runtime)
+    return runtime
 
 
 def optimizer_over(

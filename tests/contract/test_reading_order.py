@@ -35,7 +35,6 @@ SKIPPED = {
     "engine/step_fields.py": "adds the fields of features to the message of a step",
     "optim/tile_memory.py": "lends buffers to updates",
     "sharding/loss_factor.py": "finds the factor by which a program multiplied a loss",
-    "sharding/model_changes.py": "refuses changes of the model after it was wrapped",
     "sharding/pool.py": "reuses the memory of buffers and messages",
     "sharding/root_parts.py": "gathers the root for parts that a program calls by themselves",
     "sharding/sharded_gradient.py": "is the tensor that a program finds in .grad",

@@ -26,6 +26,7 @@ from ..base.memory import trim_heap
 from ..base.mesh import AXES
 from ..base.nested import inner_tensors, is_subclass
 from ..comm.agreement import gather_outcomes
+from ..extensions.model_changes import follow_requires_grad
 from ..optim.inner_states import discard_updates, load_inner, reset_states
 from ..optim.master_shard import MasterShard
 from ..optim.param_overlap import ParamOverlap, overlaps_of
@@ -35,7 +36,7 @@ from ..precision.policy import cast_master
 from ..sharding.param_group import ParamGroup
 from ..sharding.param_info import ParamInfo
 from ..sharding.param_ranges import local_range, owned_view, write_main
-from ..sharding.regroup import follow_requires_grad, send_as
+from ..sharding.regroup import send_as
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import IMPLEMENTATION_OPTIONS, Contents, Loaded, LoadSettings

@@ -11,6 +11,7 @@ from .. import parallel
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..extensions.group_parts import group_parts
+from ..extensions.model_changes import watch_changes
 from ..extensions.policies import PolicySettings, policies_of
 from ..extensions.state_dicts import StateDicts
 from ..extensions.tuning import tune_sizes
@@ -24,7 +25,7 @@ from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from ..sharding.wrap import wrap_model
 from .changes import refuse_cuts
-from .connecting import compare_capabilities, connect, prepare_machine
+from .connecting import compare_capabilities, compare_ranks, connect, prepare_machine
 from .dialect import BuildRules
 from .features import add_features, change_model, inspect_model
 from .memories import check_space, commit, open_tiers
@@ -98,12 +99,15 @@ def assemble(
     with advice.explaining("initialize"):
         tiers = open_tiers(plan, config, comm, step_settings.host_tile_numel)
         check_space(plan, tiers, comm)
-        runtime = wrap_model(model, plan, comm, tiers, group_parts, rules.model, ready_units)
+        compare_ranks(model, plan, comm)
+        runtime = wrap_model(model, plan, comm, tiers, group_parts, ready_units)
+        watch_changes(runtime, ignores_new_params=rules.model.allows_unmanaged_params)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
         tune_sizes(runtime)
         log_whole_weights(plan)
         optimizer = _optimizer_of(runtime, plan, chosen, policies, step_settings, scaler, rules)
         commit(tiers, comm)  # allocates the pages, after the model's own values were freed
+    runtime.loss_factor.is_strict = rules.model.requires_scaled_loss
     runtime.loss_factor.scaler = scaler
     parts = Parts(
         runtime, optimizer, scaler, plan.settings, step_settings, policies, advice, state_dicts

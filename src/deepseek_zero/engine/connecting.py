@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.log import log_first
 from ..base.mesh import Mesh
-from ..comm.agreement import agree, agree_on
+from ..comm.agreement import agree, agree_on, values_in
 from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
+from ..planner.plan import Plan
 from ..precision.policy import Policy
 from .parts import Parts
 from .planning import number_formats
@@ -53,6 +56,41 @@ def connect(config: Config, mesh: Mesh) -> tuple[Comm, TriedTransport]:
         "pass the same configuration on every rank.",
     )
     return world, transport
+
+
+def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
+    """Raise an error on every rank if ranks differ in their model or settings.
+
+    The comparison covers parameters (names, shapes, dtypes, order), buffers, units and settings.
+
+    Args:
+        model: The model before it is sharded.
+        plan: The plan of the model, whose units and settings are compared.
+        comm: The communicator of all ranks of the job.
+
+    Raises:
+        ModelMismatchError: Ranks differ.
+
+    Note:
+        Collective: every rank must call it.
+    """
+    why = (
+        "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and "
+        "settings must agree."
+    )
+    fix = "build the model and the configuration from the same arguments on every rank."
+    agree_on(comm, values_in(plan.settings, "plan"), "what they are about to shard", why, fix)
+    lines = [f"unit {unit.name}" for unit in plan.units]
+    for name, param in model.named_parameters():
+        lines.append(
+            f"parameter {name} {tuple(param.shape)} {param.dtype} "
+            f"requires_grad={param.requires_grad}"
+        )
+    lines += [
+        f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+        for name, buffer in model.named_buffers()
+    ]
+    agree(comm, lines, "what they are about to shard", why, fix)
 
 
 def prepare_machine(comm: Comm, transport: TriedTransport, policy: Policy) -> list[Capability]:

@@ -14,7 +14,6 @@ from ..base.mesh import Mesh
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan_settings import PlanSettings
 from ..precision.loss_scale import LossScaleSettings
-from ..sharding.model_changes import ModelRules
 from .data import ShardedLoader
 from .engine import Engine
 from .parts import Parts
@@ -24,6 +23,24 @@ if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
 E = TypeVar("E", bound=Engine)
+
+
+@dataclass(frozen=True)
+class ModelRules:
+    """The behavior of one wrapped model that an API chooses and the plan does not contain.
+
+    Attributes:
+        allows_unmanaged_params: Whether to ignore parameters that are added after wrapping, with a
+            warning; otherwise they are an error.
+        requires_scaled_loss: Whether a loss of the engine's own forward must be scaled before its
+            backward.
+        gathers_state_dict: `state_dict()` of the model gathers sharded parameters, which is a
+            collective. Otherwise it is local, and sharded parameters are empty tensors.
+    """
+
+    allows_unmanaged_params: bool = False
+    requires_scaled_loss: bool = False
+    gathers_state_dict: bool = True
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ..sharding.group import Group
 from ..sharding.param_group import GroupParts, ParamGroup
 from ..sharding.weight_gather import WeightGather
 from .contexts import contexts_of_sharers, sharers_of, with_replicas
+from .model_changes import lost_at_reshard
 
 
 def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
@@ -56,7 +57,12 @@ def group_parts(plan: Plan, comm: Comm, comm_ctx: CommContext) -> GroupParts:
         return of_sharers.get(sharers_of(planned), whole)
 
     return GroupParts(
-        whole, context_of, partial(weight_gather_of, inner), reduction_of, kept_gradients_of
+        whole,
+        context_of,
+        partial(weight_gather_of, inner),
+        reduction_of,
+        kept_gradients_of,
+        lost_at_reshard,
     )
 
 

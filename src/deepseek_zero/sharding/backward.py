@@ -19,7 +19,6 @@ from .gather_lane import GatherLane
 from .hooks import weak_hook
 from .irregular_passes import join_skipped_passes, recover
 from .loss_factor import LossFactor
-from .model_changes import refuse_unused
 from .param_group import ParamGroup
 from .reduce_lane import ReduceLane
 from .step_state import Phase, StepState
@@ -45,6 +44,8 @@ class Backward:
         loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
         step: The phase of the model and the progress of the current step.
         tiles: Gathers parts of large layers for uses that the schedule does not contain.
+        before_end: Functions that run at the end of each backward, before the remaining units are
+            reduced.
         driver: A function that returns the pipeline loop that drives the model, or None. A weak
             reference.
     """
@@ -64,11 +65,13 @@ class Backward:
         self.loss_factor = loss_factor
         self.step = StepState()
         self.tiles = LayerTiles(gathers, self.step)
+        self.before_end: list[Callable[[], None]] = []
         self.driver: Callable[[], Driver | None] = lambda: None
         self._number = -1  # `backward_id` of the current backward
         self._warned_of_old_forward = False
 
-    def _trained_groups(self) -> list[ParamGroup]:
+    def trained_groups(self) -> list[ParamGroup]:
+        """Return the parameter groups that have a gradient, unit by unit."""
         return [group for unit in self.units for group in unit.trained]
 
     # -- hooks
@@ -182,7 +185,7 @@ class Backward:
     def begin_passes(self, *, ends_step: bool) -> None:
         """Start the gathers and reductions of a backward. Collective."""
         with torch.no_grad():
-            for group in self._trained_groups():
+            for group in self.trained_groups():
                 group.grad_view.hide()
         self.reductions.begin(ends_step=ends_step)
         schedule = self.gathers.schedule
@@ -196,9 +199,8 @@ class Backward:
             # A rank that skipped units must still take part in their gathers and reductions. It
             # starts all of them before it waits for one.
             gathers.gather_for_others()
-            if reductions.settings.unused_is_error:
-                arrived = {number for unit in self.units for number in unit.arrived}
-                refuse_unused(self._trained_groups(), arrived)
+            for check in self.before_end:
+                check()
             if reductions.reduces_now:
                 reductions.reduce_remaining()
                 self.comm_ctx.copy_engine.synchronize()
@@ -216,7 +218,7 @@ class Backward:
 
     def show_grads(self, *, joined: bool) -> None:
         """Show the collected gradients as `.grad`; `joined` as in `end`."""
-        for group in self._trained_groups():
+        for group in self.trained_groups():
             group.grad_view.show(joined=joined)
 
     @property
@@ -240,7 +242,7 @@ class Backward:
         if self.step.backwards == 0:
             join_skipped_passes(self)
         self.reductions.complete_sums()
-        for group in self._trained_groups():
+        for group in self.trained_groups():
             group.grad_view.take_assigned()
 
     def drop_grads(self) -> None:
@@ -251,7 +253,7 @@ class Backward:
         self.loss_factor.is_recorded = False
         self.step.has_gradients = False
         self.step.is_graphless = False
-        for group in self._trained_groups():
+        for group in self.trained_groups():
             group.gradient.discard()
         if (driver := self.driver()) is not None:
             driver.forget()

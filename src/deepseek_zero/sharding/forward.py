@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from ..base.nested import tensors_in
 from ..precision.policy import Policy
 from .backward import Backward
 from .casts import Casts
+from .external_params import ExternalReads
 from .hooks import weak_hook
 from .irregular_passes import is_nested, leave_forwards, post_forward_error, recover
-from .model_changes import Structure, frozen_or_unfrozen
-from .regroup import WrappedModel, follow_requires_grad
 from .root_parts import RootParts
 from .saved_tensor_hooks import weight_hooks
 from .step_state import ForwardFrame, Phase
@@ -32,17 +30,17 @@ class Forward:
     Attributes:
         backward: Installs the hooks of the backward; its lanes, units and state are used here.
         root: The unit of parameters outside all other units.
-        structure: Checks that the program has not added or replaced parameters.
         policy: The dtypes of the model.
         casts: Casts the values that are passed between units.
         root_parts: Hooks for modules of the root that a program calls outside the model's forward.
+        before_forwards: Functions that run before each forward of the model, and may change the
+            schedule.
+        before_steps: Functions that run in the first forward of a step, before its units are used.
     """
 
-    def __init__(
-        self, model: WrappedModel, backward: Backward, structure: Structure, policy: Policy
-    ) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, backward: Backward, externals: ExternalReads, policy: Policy) -> None:
         self.backward = backward
+        self.externals = externals
         self.units = backward.units
         self.root = backward.units[0]
         self.step = backward.step
@@ -51,17 +49,11 @@ class Forward:
         # and undo it where they leave to its arguments (`inside`).
         self.loss_factor = backward.loss_factor
         self.comm = backward.comm
-        self.structure = structure
         self.policy = policy
         self.casts = Casts(self.root, policy)
         self.root_parts = RootParts(backward)
-
-    @property
-    def model(self) -> WrappedModel:
-        """The runtime of the model, which is referenced weakly."""
-        model = self._model()
-        assert model is not None  # hooks run only while the model is alive
-        return model
+        self.before_forwards: list[Callable[[], None]] = []
+        self.before_steps: list[Callable[[], None]] = []
 
     # -- hooks
 
@@ -123,8 +115,9 @@ class Forward:
         if begins:
             self._begin_pass()
         if unit is self.root and begins_step:
-            self.structure.check()
-            for group in self.model.trained_groups:
+            for check in self.before_steps:
+                check()
+            for group in self.backward.trained_groups():
                 group.gradient.release()
         # Recompute one tile at a time, as in forward.
         is_recomputed = unit.is_tile and step.phase is Phase.BACKWARD
@@ -141,14 +134,11 @@ class Forward:
 
     def _begin_pass(self) -> None:
         """Begin the forward of the whole model."""
-        for group in self.model.groups[:1]:  # weights of all groups are moved, or of none
-            group.refuse_offloaded_weight()
+        for hook in self.before_forwards:
+            hook()
         walk = self.gathers.schedule.inference
         if torch.is_grad_enabled():
             self.loss_factor.forward_begins()
-            if frozen_or_unfrozen(self.model.groups):
-                # A parameter that was unfrozen moves to a group that has a gradient.
-                follow_requires_grad(self.model)
             walk = self.gathers.schedule.forward
         self.gathers.begin(walk)
 
@@ -163,7 +153,7 @@ class Forward:
         again = self.step.phase is Phase.BACKWARD and not unit.is_tile
         if is_released and not again and torch.is_grad_enabled():
             # Autograd then saves the positions of weights instead of the gathered buffer.
-            yield weight_hooks(unit, self.model.externals.fetch_saved)
+            yield weight_hooks(unit, self.externals.fetch_saved)
 
     def _end(self, unit: Unit, given: Any, output: Any) -> Any:
         """Finish a unit's forward, whether it returned or raised.

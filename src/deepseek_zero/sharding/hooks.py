@@ -10,11 +10,31 @@ from typing import Any
 import torch
 
 from ..base.errors import UsageError
-from .model_changes import RefusesCopies
 
 
-class Hook(RefusesCopies, partial[Any]):
-    """A hook of a wrapped model. Copying a module with such a hook raises an error."""
+class Hook(partial[Any]):
+    """A hook of a wrapped model, whose modules cannot be copied.
+
+    Raises:
+        UsageError: An instance is copied or pickled.
+    """
+
+    __torch_unserializable__ = True  # torch.save omits hooks of tensors without a warning
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _not_copied("deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_copied("pickle")
+
+
+def _not_copied(operation: str) -> UsageError:
+    return UsageError(
+        f"{operation} of a wrapped model is not possible.",
+        "Its modules carry the hooks of one engine, whose communication cannot be copied.",
+        "build a second model and give it `model.state_dict()`, which gathers full tensors on all "
+        "ranks; or copy the model before it is wrapped.",
+    )
 
 
 def weak_hook(

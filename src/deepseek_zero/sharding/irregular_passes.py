@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ..base.device import calls_under_way, ends_recomputation
 from ..comm.collectives import Comm
+from ..planner.auto_wrap_policy import BATCH_NORMS
 from ..precision.policy import Policy
 from .comm_context import CommContext
 from .gather_lane import GatherLane
-from .model_changes import explain_dtypes
 from .reduce_lane import ReduceLane
 from .step_state import Phase, StepState
 from .unit import Unit
@@ -112,8 +113,36 @@ def post_forward_error(unit: Unit, policy: Policy, comm: Comm) -> None:
     if error is None or ends_recomputation(error):
         return
     if unit.number == 0 and policy.compute is not None:
-        explain_dtypes(error, unit.module, policy.compute)
+        _explain_dtypes(error, unit.module, policy.compute)
     comm.waits.post_error(error)
+
+
+def _explain_dtypes(error: BaseException, model: nn.Module, compute: torch.dtype) -> None:
+    """Add a note to torch's error about mixed dtypes, because wrapping casts the weights only.
+
+    Args:
+        error: The error that ended the forward.
+        model: The wrapped model.
+        compute: The dtype of its weights.
+    """
+    if not isinstance(error, RuntimeError) or "type" not in str(error):
+        return
+    others = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            is_other = buffer.is_floating_point() and buffer.dtype != compute
+            if is_other and not isinstance(module, BATCH_NORMS):
+                others.append(f"'{prefix}.{name}'" if prefix else f"'{name}'")
+    named = ", ".join(others[:3])
+    if len(others) > 3:
+        named += f" and {len(others) - 3} more"
+    which = f" Buffers with another dtype are {named}." if others else ""
+    error.add_note(
+        f"[deepseek_zero] The weights were cast to {compute}. Tensors that forward creates keep "
+        f"their dtype.{which}\n"
+        "  What to do: cast them where they are used, as in `x + self.table.to(x.dtype)`, or cast "
+        "the buffers before wrapping; torch_autocast casts both in each operation."
+    )
 
 
 def leave_forwards(step: StepState) -> None:

@@ -91,6 +91,7 @@ class LossFactor:
 
     Attributes:
         accumulation: A function that returns the current number of micro-batches per step.
+        is_strict: Whether a loss of the engine's own forward must be scaled.
         is_recorded: Whether a backward since the last step ran with `create_graph=True`, so that it
             may be differentiated.
         is_carried: Incoming gradients were already multiplied by the factor (`carried`).
@@ -98,17 +99,16 @@ class LossFactor:
             through its outputs.
     """
 
-    def __init__(self, accumulation: Callable[[], int], *, is_strict: bool = False) -> None:
+    def __init__(self, accumulation: Callable[[], int]) -> None:
         """Create the factor of an engine that does not scale losses yet.
 
         Args:
             accumulation: A function that returns the current number of micro-batches per step; must
                 hold the runtime weakly.
-            is_strict: Whether a loss of the engine's own forward must be scaled.
         """
         self.accumulation = accumulation
         self._scaler: LossScaler | None = None
-        self._is_strict = is_strict
+        self.is_strict = False
         self._is_entered = False  # inside `entered`
         self._is_of_engine = False  # the last recorded forward was the engine's, not the model's
         self.is_recorded = False
@@ -202,7 +202,7 @@ class LossFactor:
         Raises:
             UsageError: The loss was not scaled.
         """
-        if self._is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
+        if self.is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
             raise UsageError(
                 "Loss scaling is required for this configuration, and backward() was called "
                 "without it.",
@@ -304,7 +304,7 @@ class LossFactor:
                 "The scaled loss is differentiated through the operations that computed it.",
                 "pass the loss itself, not loss.item().",
             )
-        if self._is_strict and loss.numel() != 1:
+        if self.is_strict and loss.numel() != 1:
             raise UsageError(
                 f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
                 "Losses alone are scaled, as in DeepSpeed.",

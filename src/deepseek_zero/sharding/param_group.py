@@ -22,7 +22,6 @@ from .grad_sum import GradSum
 from .grad_view import GradView
 from .gradient import Gradient
 from .group import Group
-from .model_changes import error_of_lost_values, warn_of_lost_changes
 from .param_info import ParamInfo
 from .weight_gather import WeightGather
 
@@ -32,7 +31,7 @@ FREED_GRADS = FreedMemory()
 
 @dataclass(frozen=True)
 class GroupParts:
-    """Functions that create the objects with which parameter groups communicate.
+    """Functions that create the objects with which parameter groups communicate, and a check.
 
     Attributes:
         comm_ctx: The communicator of the shard group, with buffer pool, settings and route.
@@ -42,6 +41,8 @@ class GroupParts:
         reduction: A function that returns the `GradReduction` of a group.
         kept_gradients: A function that returns the gradients that are kept in addition to a group's
             gradient, by name.
+        lost_at_reshard: A function that returns an error if a reshard would lose values that the
+            program has written to parameters or their gathered buffer, else None.
     """
 
     comm_ctx: CommContext
@@ -49,6 +50,9 @@ class GroupParts:
     weight_gather: Callable[[Group, str], WeightGather]
     reduction: Callable[[ParamGroup], GradReduction]
     kept_gradients: Callable[[Gradient], Mapping[str, GradSum]] = lambda gradient: {}
+    lost_at_reshard: Callable[[Sequence[ParamInfo], FlatBuffer], Exception | None] = (
+        lambda members, full: None
+    )
 
 
 class ParamGroup(AccessibleGroup):
@@ -171,8 +175,7 @@ class ParamGroup(AccessibleGroup):
         with without_torch_function():
             error = None
             if not self.is_pinned:
-                error = error_of_lost_values(self.members, full)
-                warn_of_lost_changes(self.members)
+                error = self.parts.lost_at_reshard(self.members, full)
             for member in self.members:
                 member.reshard()
         self.unsharded = None

@@ -25,7 +25,6 @@ from .external_params import ExternalReads
 from .forward import Forward
 from .gather_lane import GatherLane
 from .loss_factor import LossFactor
-from .model_changes import ModelRules, Structure
 from .param_group import ParamGroup
 from .reduce_lane import ReduceLane
 from .unit import Unit
@@ -39,7 +38,6 @@ class Runtime:
         units: The units, the root first.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         plan: The plan by which the model was sharded.
-        rules: The behavior that the calling API chooses.
 
     Attributes:
         settings: The current settings of the plan.
@@ -58,7 +56,6 @@ class Runtime:
         units: list[Unit],
         comm_ctx: CommContext,
         plan: Plan,
-        rules: ModelRules = ModelRules(),  # noqa: B008  # frozen
     ) -> None:
         self.model = model
         self.units = units
@@ -75,7 +72,7 @@ class Runtime:
             runtime = reference()
             return 1 if runtime is None else runtime.settings.accumulation
 
-        self.loss_factor = LossFactor(accumulation, is_strict=rules.requires_scaled_loss)
+        self.loss_factor = LossFactor(accumulation)
         self.gathers = GatherLane(units, plan.schedule, self.comm, comm_ctx.issue_queue)
         self.reductions = ReduceLane(
             units, plan.schedule, plan.settings, self.comm, plan.machine.most_reductions
@@ -83,10 +80,7 @@ class Runtime:
         self.backward = Backward(self.gathers, self.reductions, comm_ctx, self.loss_factor)
         self.step = self.backward.step
         self.externals = ExternalReads(self.backward)
-        self.structure = Structure(
-            model, self.groups, ignores_new_params=rules.allows_unmanaged_params
-        )
-        self.forward = Forward(self, self.backward, self.structure, plan.settings.policy)
+        self.forward = Forward(self.backward, self.externals, plan.settings.policy)
         self.hooks = self.forward.install_hooks()
         for unit in units:
             for group in unit.groups:
@@ -114,7 +108,7 @@ class Runtime:
     @property
     def trained_groups(self) -> list[ParamGroup]:
         """The parameter groups that have a gradient, unit by unit."""
-        return [group for group in self.groups if group.trainable]
+        return self.backward.trained_groups()
 
     @property
     def is_destroyed(self) -> bool:

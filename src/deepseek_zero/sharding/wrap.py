@@ -1,7 +1,6 @@
 """Wraps a model: converts it into units of flat buffers, one unit at a time.
 
-The peak of memory is therefore the model plus one unit. The ranks first compare what they are about
-to shard, then take rank 0's values.
+The peak of memory is therefore the model plus one unit. All ranks take rank 0's values.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from ..planner.row_of_group import predivide_of
 from ..tiers.tier import Tiers, copy_engine_for
 from .comm_context import CommContext
 from .group_build import build_group
-from .model_changes import ModelRules, compare_ranks
 from .param_group import GroupParts, ParamGroup
 from .pool import Pool
 from .runtime import Runtime
@@ -37,7 +35,6 @@ def wrap_model(
     comm: Comm,
     tiers: Tiers,
     make_parts: MakeParts,
-    rules: ModelRules,
     ready_units: ReadyUnits,
 ) -> Runtime:
     """Shard a model in place as planned, and register its hooks.
@@ -48,20 +45,15 @@ def wrap_model(
         comm: The communicator of all ranks, with the groups of ranks of the mesh.
         tiers: The memories that the plan uses in addition to the training device.
         make_parts: Returns the functions that create the objects for gathering and reducing.
-        rules: The behavior that the calling API chooses.
         ready_units: Yields the number of each unit once, when its parameters have values.
 
     Returns:
         The runtime of the model, through which the engine and the optimizer use it.
 
-    Raises:
-        ModelMismatchError: Ranks differ in the model or the settings.
-
     Note:
         Collective: every rank must call it with the same model and settings.
     """
     device = plan.mesh.device
-    compare_ranks(model, plan, comm)
     pool = Pool(device, comm, tiers.budget, scratch_numel(plan.units, device))
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(
@@ -93,7 +85,7 @@ def wrap_model(
         units.append(Unit(planned.name, module, built[number], number, is_tile=planned.is_tile))
     pool.clear()  # drop the buffers in which units were packed
     _place_buffers(model, comm, device)
-    return Runtime(model, units, parts.comm_ctx, plan, rules)
+    return Runtime(model, units, parts.comm_ctx, plan)
 
 
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:

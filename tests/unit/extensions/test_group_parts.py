@@ -25,7 +25,6 @@ from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.sharding.grad_reduction import GradReduction
-from deepseek_zero.sharding.model_changes import ModelRules
 from deepseek_zero.sharding.param_group import GroupParts
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import MakeParts, wrap_model
@@ -115,7 +114,7 @@ def wrapped(
     here = Mesh().on_world(rank.size, rank.index)
     plan = plan_model(model, PlanSettings(persistence_numel=0, **settings), here)
     comm = rank.comm.lay_out(here)
-    runtime = wrap_model(model, plan, comm, tiers, parts, ModelRules(), ready_units)
+    runtime = wrap_model(model, plan, comm, tiers, parts, ready_units)
     StateDicts(runtime)
     return runtime
 

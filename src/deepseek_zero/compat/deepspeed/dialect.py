@@ -26,12 +26,11 @@ from ...config.load import load
 from ...config.problems import lookup
 from ...config.raw_config import RawConfig
 from ...engine.data import ShardedLoader
-from ...engine.dialect import BuildRules
+from ...engine.dialect import BuildRules, ModelRules
 from ...engine.engine import Engine
 from ...engine.parts import Parts
 from ...engine.request import Request
 from ...extensions import zero_init
-from ...sharding.model_changes import ModelRules
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 from . import defaults, groups

@@ -40,11 +40,11 @@ from ....checkpoint.staging import StagedOutput
 from ....checkpoint.state import is_scalar_state
 from ....checkpoint.torch_file import torch_records
 from ....checkpoint.verify import FileSubset, raise_faults, verify
+from ....extensions.model_changes import follow_requires_grad
 from ....optim.sharded import ShardedOptimizer
 from ....optimizers.lamb import Lamb
 from ....optimizers.lion import Lion
 from ....precision.loss_scale import LossScaleSettings
-from ....sharding.regroup import follow_requires_grad
 from .reader import RESERVED_KEYS, DeepSpeedCheckpoint, deepspeed_files, read_deepspeed
 from .writer import SCRIPT, SCRIPT_NAME, DeepSpeedTarget, write_rank
 
