@@ -33,7 +33,9 @@ from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.engine.connecting import compare_ranks
 from deepseek_zero.extensions.group_parts import group_parts
+from deepseek_zero.extensions.loss_factor import LossFactor
 from deepseek_zero.extensions.model_changes import watch_changes
+from deepseek_zero.extensions.root_parts import gather_parts
 from deepseek_zero.extensions.state_dicts import StateDicts
 from deepseek_zero.extensions.zero_init import ready_units
 from deepseek_zero.optim.shard_set import ShardSet
@@ -482,6 +484,8 @@ def bare(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any
     comm = rank.comm.lay_out(here)
     compare_ranks(model, plan, comm)
     runtime = wrap_model(model, plan, comm, Tiers(), group_parts, ready_units)
+    LossFactor(runtime)
+    gather_parts(runtime)
     watch_changes(runtime)
     return runtime
 

@@ -14,14 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.sharding import loss_factor
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = Path(deepseek_zero.__file__).parent
@@ -34,9 +32,7 @@ SKIPPED = {
     "engine/state_offload.py": "refuses steps while engine.offload_states is in force",
     "engine/step_fields.py": "adds the fields of features to the message of a step",
     "optim/tile_memory.py": "lends buffers to updates",
-    "sharding/loss_factor.py": "finds the factor by which a program multiplied a loss",
     "sharding/pool.py": "reuses the memory of buffers and messages",
-    "sharding/root_parts.py": "gathers the root for parts that a program calls by themselves",
     "sharding/sharded_gradient.py": "is the tensor that a program finds in .grad",
     "sharding/sharded_parameter.py": "is the class of a sharded parameter",
     "sharding/tiles.py": "gathers parts of large layers outside of the schedule",
@@ -79,14 +75,9 @@ def entered_files() -> Iterator[set[str]]:
 
 
 @pytest.fixture(scope="module")
-def entered() -> Iterator[set[str]]:
-    """Return the files that plain steps of all stages enter.
-
-    Other engines in this process would add a check for multiple engines, so they are hidden.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_factor, "_FACTORS", WeakSet())
-        yield files_of_plain_steps()
+def entered() -> set[str]:
+    """Return the files that plain steps of all stages enter."""
+    return files_of_plain_steps()
 
 
 def files_of_plain_steps() -> set[str]:

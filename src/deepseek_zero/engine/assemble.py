@@ -11,8 +11,10 @@ from .. import parallel
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..extensions.group_parts import group_parts
+from ..extensions.loss_factor import LossFactor
 from ..extensions.model_changes import watch_changes
 from ..extensions.policies import PolicySettings, policies_of
+from ..extensions.root_parts import gather_parts
 from ..extensions.state_dicts import StateDicts
 from ..extensions.tuning import tune_sizes
 from ..extensions.zero_init import ready_units
@@ -101,14 +103,14 @@ def assemble(
         check_space(plan, tiers, comm)
         compare_ranks(model, plan, comm)
         runtime = wrap_model(model, plan, comm, tiers, group_parts, ready_units)
+        LossFactor(runtime, scaler, is_strict=rules.model.requires_scaled_loss)
+        gather_parts(runtime)
         watch_changes(runtime, ignores_new_params=rules.model.allows_unmanaged_params)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
         tune_sizes(runtime)
         log_whole_weights(plan)
         optimizer = _optimizer_of(runtime, plan, chosen, policies, step_settings, scaler, rules)
         commit(tiers, comm)  # allocates the pages, after the model's own values were freed
-    runtime.loss_factor.is_strict = rules.model.requires_scaled_loss
-    runtime.loss_factor.scaler = scaler
     parts = Parts(
         runtime, optimizer, scaler, plan.settings, step_settings, policies, advice, state_dicts
     )

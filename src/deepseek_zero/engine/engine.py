@@ -11,6 +11,7 @@ from torch import Tensor
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
+from ..extensions.loss_factor import loss_factor_of
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..sharding.irregular_passes import join_skipped_passes
@@ -89,6 +90,7 @@ class Engine(StandsForModule):
         def reached() -> object:  # changes with each backward
             return parts.runtime.step.backwards, getattr(parts.loop, "waiting", 0)
 
+        self._loss_factor = loss_factor_of(parts.runtime)
         self._losses = Losses(reached, self.observer.loss)
 
     @property
@@ -113,7 +115,7 @@ class Engine(StandsForModule):
             if self.parts.loop is not None:
                 with self._losses.paused():
                     return self.parts.loop(args, kwargs)
-            with self.observer.profiled(self), self.runtime.loss_factor.entered():
+            with self.observer.profiled(self), self._loss_factor.entered():
                 # The first child is `self.module`. Reading that attribute would go through
                 # `__getattr__`, and through all attributes of the class first.
                 return next(self.children())(*args, **kwargs)
@@ -131,7 +133,7 @@ class Engine(StandsForModule):
         Returns:
             The scaled loss, a new tensor of the same shape.
         """
-        scaled = self.runtime.loss_factor.apply(loss, by_accumulation=scale_wrt_gas)
+        scaled = self._loss_factor.apply(loss, by_accumulation=scale_wrt_gas)
         self._losses.scaled(scaled, loss)
         return scaled
 

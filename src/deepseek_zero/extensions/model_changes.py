@@ -49,9 +49,9 @@ def watch_changes(runtime: Runtime, *, ignores_new_params: bool = False) -> None
     structure = Structure(ignores_new_params=ignores_new_params)
     forward = runtime.forward
     forward.before_forwards.append(weak_hook(runtime, _before_forward))
-    forward.before_steps.append(weak_hook(runtime, structure.check))
+    forward.before_first_forwards.append(weak_hook(runtime, structure.check))
     if runtime.settings.unused_is_error:
-        runtime.backward.before_end.append(weak_hook(runtime, refuse_unused))
+        runtime.backward.before_ends.append(weak_hook(runtime, refuse_unused))
 
 
 class RegroupedOptimizer(Protocol):

@@ -29,6 +29,7 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.nested import tensors_in
 from ..comm.collectives import Comm, propagate_errors
+from ..extensions.loss_factor import loss_factor_of
 from ..parallel.autograd import with_backward
 from .handed import hand_out, hand_to_all
 from .pipeline import Pipeline
@@ -159,6 +160,7 @@ class PlainLoop:
     ) -> None:
         self.pipeline = pipeline
         self.runtime = pipeline.runtime
+        self._loss_factor = loss_factor_of(self.runtime)
         self.parts = parts
         self._check = check
         self._own_rows = own_rows
@@ -222,15 +224,15 @@ class PlainLoop:
         given = [_Given(each, self.parts or 1) for each in self._batches(micro)]
         if self.parts is None and self._own_rows is None:
             self._log_idling()
-        scale = self.runtime.loss_factor.scale
+        scale = self._loss_factor.scale
         factor = self._learned
         if factor is None:
-            factor = 1.0 / self.runtime.loss_factor.accumulation()
+            factor = 1.0 / self._loss_factor.accumulation
         # The mean over ranks with their own rows, like over data-parallel ranks.
         each = [
             scale * factor / (len(given) * batch.divisor) for batch in given for _ in batch.parts
         ]
-        with self._unreduced(), self.runtime.loss_factor.carried():
+        with self._unreduced(), self._loss_factor.carried():
             outcome = self.pipeline.run(
                 [part for batch in given for part in batch.parts], scale=each
             )
@@ -406,7 +408,7 @@ class PlainLoop:
                     "call engine.backward(loss) once for each loss = engine(batch), before the "
                     "step.",
                 )
-            applied = grad * runtime.loss_factor.at_output() / call.scale
+            applied = grad * self._loss_factor.at_output() / call.scale
             self._compare(applied, runtime.step.is_boundary)
             if not math.isclose(applied, call.factor, rel_tol=NEAR):
                 self._rescale(call, applied)

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
+from ..extensions.loss_factor import loss_factor_of
 from ..planner.schedule import Pass
 from ..sharding.gather_lane import whole_pass
 from ..sharding.irregular_passes import reduce_step
@@ -113,7 +114,7 @@ class ShardedStates(States):
         self.runtime.step.is_boundary = ends_step and self.reduces and self.ties is None
         with (
             self.forward(stage),
-            self.runtime.loss_factor.carried() if is_carried else nullcontext(),
+            loss_factor_of(self.runtime).carried() if is_carried else nullcontext(),
         ):
             yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -21,6 +22,12 @@ class Driver(Protocol):
 
     def forget(self) -> None:
         """Reset the driver after gradients were discarded."""
+
+
+Leave = Callable[[Any], Any]
+# Takes the arguments of an outermost forward, and returns the arguments to use and a function that
+# converts the output.
+Border = Callable[[Any], tuple[Any, Leave]]
 
 
 class FiniteRecords(Protocol):

@@ -18,7 +18,6 @@ from .comm_context import CommContext
 from .gather_lane import GatherLane
 from .hooks import weak_hook
 from .irregular_passes import join_skipped_passes, recover
-from .loss_factor import LossFactor
 from .param_group import ParamGroup
 from .reduce_lane import ReduceLane
 from .step_state import Phase, StepState
@@ -41,11 +40,11 @@ class Backward:
         reductions: Issues the reductions of gradients, in order.
         comm: The communicator of all ranks of the job.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
-        loss_factor: The factor of the gradients: the loss scale divided by the accumulation steps.
         step: The phase of the model and the progress of the current step.
         tiles: Gathers parts of large layers for uses that the schedule does not contain.
-        before_end: Functions that run at the end of each backward, before the remaining units are
-            reduced.
+        before_backwards: Functions that run at the beginning of each backward.
+        before_ends: Functions that run at its end, before the remaining units are reduced.
+        after_drops: Functions that run after gradients were discarded.
         driver: A function that returns the pipeline loop that drives the model, or None. A weak
             reference.
     """
@@ -55,17 +54,17 @@ class Backward:
         gathers: GatherLane,
         reductions: ReduceLane,
         comm_ctx: CommContext,
-        loss_factor: LossFactor,
     ) -> None:
         self.units = gathers.units
         self.gathers = gathers
         self.reductions = reductions
         self.comm = comm_ctx.world
         self.comm_ctx = comm_ctx
-        self.loss_factor = loss_factor
         self.step = StepState()
         self.tiles = LayerTiles(gathers, self.step)
-        self.before_end: list[Callable[[], None]] = []
+        self.before_backwards: list[Callable[[], None]] = []
+        self.before_ends: list[Callable[[], None]] = []
+        self.after_drops: list[Callable[[], None]] = []
         self.driver: Callable[[], Driver | None] = lambda: None
         self._number = -1  # `backward_id` of the current backward
         self._warned_of_old_forward = False
@@ -162,8 +161,8 @@ class Backward:
 
     def begin(self) -> None:
         """Start a backward when its first gradient reaches this model."""
-        self.loss_factor.refuse_unscaled()
-        self.loss_factor.refuse_gradient_of_gradient()
+        for check in self.before_backwards:
+            check()
         if self.step.phase is Phase.BACKWARD:
             recover(self)  # the backward before this one never ended
         self._number = backward_id()
@@ -199,7 +198,7 @@ class Backward:
             # A rank that skipped units must still take part in their gathers and reductions. It
             # starts all of them before it waits for one.
             gathers.gather_for_others()
-            for check in self.before_end:
+            for check in self.before_ends:
                 check()
             if reductions.reduces_now:
                 reductions.reduce_remaining()
@@ -250,13 +249,14 @@ class Backward:
         self.reductions.wait()
         self.comm_ctx.copy_engine.synchronize()
         self.reductions.late.clear()
-        self.loss_factor.is_recorded = False
         self.step.has_gradients = False
         self.step.is_graphless = False
         for group in self.trained_groups():
             group.gradient.discard()
         if (driver := self.driver()) is not None:
             driver.forget()
+        for hook in self.after_drops:
+            hook()
         # If weights are streamed, the pages would be faulted in again at once.
         if not self.reductions.settings.streams_weights:
             self.comm_ctx.pool.return_pages()

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.device import in_torch_func, next_node_number
+from ..base.device import in_torch_func
 from ..base.meter import BETWEEN
 from ..base.nested import tensors_in
 from ..precision.policy import Policy
+from .attached import Border
 from .backward import Backward
 from .casts import Casts
 from .external_params import ExternalReads
 from .hooks import weak_hook
 from .irregular_passes import is_nested, leave_forwards, post_forward_error, recover
-from .root_parts import RootParts
 from .saved_tensor_hooks import weight_hooks
 from .step_state import ForwardFrame, Phase
 from .torch_func import begin_in_torch_func, end_in_torch_func
@@ -32,10 +32,12 @@ class Forward:
         root: The unit of parameters outside all other units.
         policy: The dtypes of the model.
         casts: Casts the values that are passed between units.
-        root_parts: Hooks for modules of the root that a program calls outside the model's forward.
         before_forwards: Functions that run before each forward of the model, and may change the
             schedule.
-        before_steps: Functions that run in the first forward of a step, before its units are used.
+        before_first_forwards: Functions that run in the first forward of a step, before units are
+            gathered.
+        borders: Functions that replace arguments and output of each outermost forward, for example
+            by tensors with hooks on their gradients.
     """
 
     def __init__(self, backward: Backward, externals: ExternalReads, policy: Policy) -> None:
@@ -45,15 +47,12 @@ class Forward:
         self.root = backward.units[0]
         self.step = backward.step
         self.gathers = backward.gathers
-        # Hooks scale gradients where they enter an outermost forward from its outputs (`outside`),
-        # and undo it where they leave to its arguments (`inside`).
-        self.loss_factor = backward.loss_factor
         self.comm = backward.comm
         self.policy = policy
         self.casts = Casts(self.root, policy)
-        self.root_parts = RootParts(backward)
         self.before_forwards: list[Callable[[], None]] = []
-        self.before_steps: list[Callable[[], None]] = []
+        self.before_first_forwards: list[Callable[[], None]] = []
+        self.borders: list[Border] = []
 
     # -- hooks
 
@@ -69,7 +68,6 @@ class Forward:
             handles.append(module.register_forward_hook(returned))
             after = weak_hook(self, Forward._after, unit.number, raises_if_gone=False)
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        handles += self.root_parts.install_hooks()
         return handles
 
     def _before(self, number: int, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -104,26 +102,26 @@ class Forward:
             step.enter(Phase.FORWARD)
             self.comm.meter.clock.enter("forward")
             self.backward.tiles.begin_forward()
-        # Gradients may be scaled where they enter or leave an outermost forward
-        is_border = step.is_outermost and self.loss_factor.has_border
+        is_outermost = step.is_outermost
         is_first = self.backward.tiles.is_first_use(unit)
-        number = next_node_number() if is_border else None
         was_unsharded = unit.state is not UnitState.SHARDED
-        frame = ForwardFrame(unit, was_unsharded, is_first, number)
+        frame = ForwardFrame(unit, was_unsharded, is_first)
         step.active.append(frame)
         begins_step = torch.is_grad_enabled() and step.is_between_steps
         if begins:
             self._begin_pass()
         if unit is self.root and begins_step:
-            for check in self.before_steps:
+            for check in self.before_first_forwards:
                 check()
             for group in self.backward.trained_groups():
                 group.gradient.release()
         # Recompute one tile at a time, as in forward.
         is_recomputed = unit.is_tile and step.phase is Phase.BACKWARD
         self.gathers.unshard(unit, in_turn=not is_recomputed, externals=True)
-        if is_border:
-            args, kwargs = self.loss_factor.inside((args, kwargs))
+        if is_outermost:
+            for enter in self.borders:
+                (args, kwargs), leave = enter((args, kwargs))
+                frame.leaves.append(leave)
         args, kwargs = self.casts.as_computed(unit, args, kwargs)
         if step.nonfinite is not None:
             step.nonfinite.record("input", unit.number, (args, kwargs))
@@ -138,7 +136,6 @@ class Forward:
             hook()
         walk = self.gathers.schedule.inference
         if torch.is_grad_enabled():
-            self.loss_factor.forward_begins()
             walk = self.gathers.schedule.forward
         self.gathers.begin(walk)
 
@@ -177,8 +174,8 @@ class Forward:
         is_whole = unit is self.root and not self.step.active
         if is_whole and self.step.phase is Phase.FORWARD:
             self._end_pass(is_recorded)
-        if frame.begin is not None:
-            result = self.loss_factor.outside(result, frame.begin)
+        for leave in frame.leaves:
+            result = leave(result)
             output = result if output is not None else None
         if not is_whole:
             self.gathers.after_forward(

@@ -24,7 +24,6 @@ from .comm_context import CommContext
 from .external_params import ExternalReads
 from .forward import Forward
 from .gather_lane import GatherLane
-from .loss_factor import LossFactor
 from .param_group import ParamGroup
 from .reduce_lane import ReduceLane
 from .unit import Unit
@@ -66,18 +65,11 @@ class Runtime:
         self.comm_ctx = comm_ctx
         self.after_steps: list[Callable[[Runtime], None]] = []
         self.added_params: Callable[[], Any] = lambda: None
-        reference = weakref.ref(self)
-
-        def accumulation() -> int:
-            runtime = reference()
-            return 1 if runtime is None else runtime.settings.accumulation
-
-        self.loss_factor = LossFactor(accumulation)
         self.gathers = GatherLane(units, plan.schedule, self.comm, comm_ctx.issue_queue)
         self.reductions = ReduceLane(
             units, plan.schedule, plan.settings, self.comm, plan.machine.most_reductions
         )
-        self.backward = Backward(self.gathers, self.reductions, comm_ctx, self.loss_factor)
+        self.backward = Backward(self.gathers, self.reductions, comm_ctx)
         self.step = self.backward.step
         self.externals = ExternalReads(self.backward)
         self.forward = Forward(self.backward, self.externals, plan.settings.policy)

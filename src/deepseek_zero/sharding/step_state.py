@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..base.device import backward_id
-from .attached import FiniteRecords
+from .attached import FiniteRecords, Leave
 from .unit import Unit
 
 
@@ -41,7 +41,7 @@ class ForwardFrame:
         unit: The unit whose forward is running.
         was_unsharded: Whether its weights were already unsharded before.
         is_first: Whether this is its first use in this forward. Only a tile can be used again.
-        begin: Autograd's first node inside the forward; None if gradients need no scaling there.
+        leaves: Functions that convert the output.
         contexts: The context managers to exit after the forward (saved-tensor hooks, autocast).
         has_returned: Whether the forward returned without an exception.
     """
@@ -49,7 +49,7 @@ class ForwardFrame:
     unit: Unit
     was_unsharded: bool
     is_first: bool
-    begin: int | None
+    leaves: list[Leave] = field(default_factory=list)
     contexts: list[Any] = field(default_factory=list)
     has_returned: bool = False
 

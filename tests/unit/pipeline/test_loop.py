@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.extensions.loss_factor import loss_factor_of
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.pipeline.chain import find_chain
 from deepseek_zero.pipeline.handed import hand_out, hand_to_all
@@ -90,7 +91,7 @@ class Loop:
         losses = []
         for number, batch in enumerate(batches, 1):
             loss = self.call(batch, ends=number == self.calls)
-            self.runtime.loss_factor.apply(change(loss)).backward()
+            loss_factor_of(self.runtime).apply(change(loss)).backward()
             losses.append(loss.detach())
         self.optimizer.step()
         return losses
@@ -194,7 +195,7 @@ def test_a_factor_of_the_callers_is_rescaled_once_and_assumed_from_then_on(
 ) -> None:
     def body(rank: Rank, factor: float) -> tuple[list[list[Tensor]], list[int]]:
         here = Loop(rank, seeded(Tied) if tied else gpt(), 2, 2, stage=2)
-        loss_factor = here.runtime.loss_factor
+        loss_factor = loss_factor_of(here.runtime)
         loss_factor.scaler = (
             None if scale is None else LossScaler(LossScaleSettings(loss_scale=scale))
         )
@@ -236,7 +237,7 @@ def test_a_plain_backward_counts_as_the_engines(calls: int) -> None:
         for step in range(STEPS):
             for number, batch in enumerate(batches_of(step, calls, 2), 1):
                 loss = here.call(batch, ends=number == calls)
-                (loss if plain else here.runtime.loss_factor.apply(loss)).backward()
+                (loss if plain else loss_factor_of(here.runtime).apply(loss)).backward()
             here.optimizer.step()
         return here.weights()
 

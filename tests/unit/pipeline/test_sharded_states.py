@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.extensions.loss_factor import loss_factor_of
 from deepseek_zero.pipeline.chain import find_chain
 from deepseek_zero.pipeline.executor import PipelineExecutor
 from deepseek_zero.pipeline.messages import StageLinks
@@ -252,7 +253,7 @@ def test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages() 
         cut = cut_chain(model, find_chain(model, (batch.tokens, batch.targets)), 3)
         stages = take_stages(model, cut, [rank.index])
         runtime = sharded(rank, model, Mesh(pp=3), stage=1, accumulation=MANY, reduces_once=True)
-        runtime.loss_factor.scaler = (
+        loss_factor_of(runtime).scaler = (
             LossScaler(LossScaleSettings(loss_scale=scale)) if scale != 1.0 else None
         )
         executor = PipelineExecutor(
@@ -263,7 +264,7 @@ def test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages() 
             schedule, [MicroBatch((each.tokens, each.targets)) for each in given], scale=1.0
         )
         found = [group.gradient.sum.reduced() for group in runtime.trained_groups]
-        runtime.loss_factor.scaler = None
+        loss_factor_of(runtime).scaler = None
         return [each.clone() for each in found if each is not None]
 
     plain, scaled = (

@@ -36,12 +36,14 @@ from ..base.errors import UsageError
 from ..base.nested import map_inputs, map_tensors, tensors_in
 from ..precision.loss_scale import LossScaler
 from ..precision.policy import LOW_PRECISION
+from ..sharding.hooks import Hook, weak_hook
+from ..sharding.param_group import ParamGroup
+from ..sharding.runtime import Runtime
+from ..sharding.sharded_parameter import owner_of
 from .entries import Factor, record_forward, scale_entries
-from .hooks import Hook, weak_hook
-from .param_group import ParamGroup
-from .sharded_parameter import owner_of
 
-_FACTORS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of all engines in this process
+# Of all engines in this process
+_FACTORS: weakref.WeakKeyDictionary[Runtime, LossFactor] = weakref.WeakKeyDictionary()
 _SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of those that scale their losses
 
 
@@ -90,8 +92,6 @@ class LossFactor:
     """Multiplies the gradients of one engine by loss scale / accumulation steps, exactly once.
 
     Attributes:
-        accumulation: A function that returns the current number of micro-batches per step.
-        is_strict: Whether a loss of the engine's own forward must be scaled.
         is_recorded: Whether a backward since the last step ran with `create_graph=True`, so that it
             may be differentiated.
         is_carried: Incoming gradients were already multiplied by the factor (`carried`).
@@ -99,24 +99,36 @@ class LossFactor:
             through its outputs.
     """
 
-    def __init__(self, accumulation: Callable[[], int]) -> None:
-        """Create the factor of an engine that does not scale losses yet.
+    def __init__(
+        self, runtime: Runtime, scaler: LossScaler | None = None, *, is_strict: bool = False
+    ) -> None:
+        """Attach a factor to an engine.
 
         Args:
-            accumulation: A function that returns the current number of micro-batches per step; must
-                hold the runtime weakly.
+            runtime: The runtime of the model, which is held weakly.
+            scaler: The loss scaler of fp16; None if losses are not scaled.
+            is_strict: Whether a loss of the engine's own forward must be scaled.
         """
-        self.accumulation = accumulation
-        self._scaler: LossScaler | None = None
-        self.is_strict = False
+        self._runtime = weakref.ref(runtime)
+        self._is_strict = is_strict
         self._is_entered = False  # inside `entered`
         self._is_of_engine = False  # the last recorded forward was the engine's, not the model's
         self.is_recorded = False
         self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss that was scaled
         self.is_carried = False
         self.at_entry = _factor_from(weakref.ref(self))
-        _FACTORS.add(self)
-        self._watch_backwards()
+        _FACTORS[runtime] = self
+        self.scaler = scaler
+        runtime.forward.before_forwards.append(self._forward_begins)
+        runtime.forward.borders.append(self._enter)
+        runtime.backward.before_backwards += [self._refuse_unscaled, self._refuse_second_order]
+        runtime.backward.after_drops.append(self._forget)
+
+    @property
+    def accumulation(self) -> int:
+        """The current number of micro-batches per step."""
+        runtime = self._runtime()
+        return 1 if runtime is None else runtime.settings.accumulation
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -130,10 +142,6 @@ class LossFactor:
             _SCALERS.discard(self)
         else:
             _SCALERS.add(self)
-        self._watch_backwards()
-
-    def _watch_backwards(self) -> None:
-        """Hook every backward from now on if there is a factor."""
         if self.has_border:
             watch_backwards()
 
@@ -145,7 +153,7 @@ class LossFactor:
     @property
     def has_border(self) -> bool:
         """Return whether gradients are scaled at the outputs and inputs of the model."""
-        return self.accumulation() != 1 or bool(_SCALERS)
+        return self.accumulation != 1 or bool(_SCALERS)
 
     @property
     def is_plain(self) -> bool:
@@ -158,7 +166,7 @@ class LossFactor:
         Gradients are divided by it at the inputs.
         """
         applied = self.scale if self.is_carried else _UNDER_WAY.scale
-        return self.scale / self.accumulation() if applied is None else self.scale / applied
+        return self.scale / self.accumulation if applied is None else self.scale / applied
 
     @contextmanager
     def carried(self) -> Iterator[None]:
@@ -188,11 +196,15 @@ class LossFactor:
         finally:
             self._is_entered = before
 
-    def forward_begins(self) -> None:
+    def _forward_begins(self) -> None:
         """Record whether the forward that begins was called through the engine."""
-        self._is_of_engine = self._is_entered
+        if torch.is_grad_enabled():
+            self._is_of_engine = self._is_entered
 
-    def refuse_unscaled(self) -> None:
+    def _forget(self) -> None:
+        self.is_recorded = False
+
+    def _refuse_unscaled(self) -> None:
         """Raise an error if the loss of the engine's own forward was not scaled in fp16.
 
         Only a strict engine raises: programs that use the DeepSpeed API must scale such a loss.
@@ -202,7 +214,7 @@ class LossFactor:
         Raises:
             UsageError: The loss was not scaled.
         """
-        if self.is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
+        if self._is_strict and self._is_of_engine and self._scaler is not None and self.is_plain:
             raise UsageError(
                 "Loss scaling is required for this configuration, and backward() was called "
                 "without it.",
@@ -210,7 +222,7 @@ class LossFactor:
                 "call engine.backward(loss) or engine.scale(loss).backward().",
             )
 
-    def refuse_gradient_of_gradient(self) -> None:
+    def _refuse_second_order(self) -> None:
         """Raise an error if this backward may differentiate an earlier one without the factor.
 
         It is called when a backward begins, and records whether that ran with `create_graph=True`.
@@ -234,6 +246,17 @@ class LossFactor:
                 "leave gradient_accumulation_steps out and divide the loss yourself, in fp32 or "
                 "bf16.",
             )
+
+    def _enter(self, given: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Return the arguments of an outermost forward, and the function that converts its output.
+
+        Gradients may be scaled where they enter the forward through its output (`outside`). This
+        is undone where they leave it to its arguments (`inside`).
+        """
+        if not self.has_border:
+            return given, unchanged
+        begin = next_node_number()
+        return self.inside(given), partial(self.outside, begin=begin)
 
     def inside(self, given: Any) -> Any:
         """Return the arguments of a model's forward, with hooks on their gradients.
@@ -304,7 +327,7 @@ class LossFactor:
                 "The scaled loss is differentiated through the operations that computed it.",
                 "pass the loss itself, not loss.item().",
             )
-        if self.is_strict and loss.numel() != 1:
+        if self._is_strict and loss.numel() != 1:
             raise UsageError(
                 f"a loss must be a scalar tensor, and this one has the shape {tuple(loss.shape)}.",
                 "Losses alone are scaled, as in DeepSpeed.",
@@ -321,7 +344,7 @@ class LossFactor:
         if not self.has_border:
             return loss
         scale = self.scale
-        factor = scale / self.accumulation() if by_accumulation else scale
+        factor = scale / self.accumulation if by_accumulation else scale
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
         scaled = wide.view_as(wide) if factor == 1.0 else wide * factor
 
@@ -332,6 +355,20 @@ class LossFactor:
             scaled.register_hook(reached)
         self._scaled = weakref.ref(scaled)
         return scaled
+
+
+def loss_factor_of(runtime: Runtime) -> LossFactor:
+    """Return the factor that is attached to an engine.
+
+    Args:
+        runtime: The runtime of its model.
+    """
+    return _FACTORS[runtime]
+
+
+def unchanged(output: Any) -> Any:
+    """Return the argument."""
+    return output
 
 
 def _alias(tensor: Tensor, hook: Hook) -> Tensor:
@@ -354,7 +391,7 @@ def watch_backwards() -> None:
 
 def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
     """Scale the gradients that enter an engine past its outputs, before a backward."""
-    factors = list(_FACTORS)
+    factors = list(_FACTORS.values())
     if any(factor.is_carried for factor in factors):
         return roots, None
     if any(factor.has_scaled(root) for factor in factors for root in roots):
@@ -376,8 +413,7 @@ def factor_of_leaf(leaf: Tensor) -> Factor | None:
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
     if runtime is None or runtime.step.active:
         return None
-    factor: Factor = runtime.loss_factor.at_entry
-    return factor
+    return loss_factor_of(runtime).at_entry
 
 
 def _factor_from(reference: weakref.ref[Any]) -> Factor:
