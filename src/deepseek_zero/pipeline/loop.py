@@ -31,6 +31,7 @@ from ..base.nested import tensors_in
 from ..comm.collectives import Comm, propagate_errors
 from ..extensions.loss_factor import loss_factor_of
 from ..parallel.autograd import with_backward
+from ..sharding.hooks import weak_hook
 from .handed import hand_out, hand_to_all
 from .pipeline import Pipeline
 from .rows import cut_rows, join_rows, rows_of
@@ -173,7 +174,10 @@ class PlainLoop:
         # Factor that callers apply to a loss, without the loss scale
         self._learned: float | None = None
         self._has_logged_idling = False
-        self.runtime.backward.driver = weakref.ref(self)
+        backward = self.runtime.backward
+        before_step = weak_hook(self, PlainLoop.before_step, raises_if_gone=False)
+        backward.before_steps.append(before_step)
+        backward.after_drops.append(weak_hook(self, PlainLoop.forget, raises_if_gone=False))
 
     # -- calls
 

@@ -1,28 +1,9 @@
-"""Interfaces of objects that a pipeline or the optimizer attaches to a running model."""
+"""Interfaces of what extensions and the optimizer attach to a running model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
-
-
-class Driver(Protocol):
-    """Interface of an object that runs forwards and backwards of parts of a model.
-
-    The training loop of a pipeline implements it, because the loop calls the stages of the model
-    separately.
-    """
-
-    def before_step(self) -> None:
-        """Complete the gradients before a step, or raise an error.
-
-        Note:
-            Collective: every rank must call it.
-        """
-
-    def forget(self) -> None:
-        """Reset the driver after gradients were discarded."""
-
 
 Leave = Callable[[Any], Any]
 # Takes the arguments of an outermost forward, and returns the arguments to use and a function that

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ..base.device import backward_id, queue_backward_callback
 from ..base.log import log_once
 from ..base.meter import BETWEEN
-from .attached import Driver
 from .comm_context import CommContext
 from .gather_lane import GatherLane
 from .hooks import weak_hook
@@ -44,9 +43,8 @@ class Backward:
         tiles: Gathers parts of large layers for uses that the schedule does not contain.
         before_backwards: Functions that run at the beginning of each backward.
         before_ends: Functions that run at its end, before the remaining units are reduced.
+        before_steps: Functions that run before each step of the optimizer.
         after_drops: Functions that run after gradients were discarded.
-        driver: A function that returns the pipeline loop that drives the model, or None. A weak
-            reference.
     """
 
     def __init__(
@@ -64,8 +62,8 @@ class Backward:
         self.tiles = LayerTiles(gathers, self.step)
         self.before_backwards: list[Callable[[], None]] = []
         self.before_ends: list[Callable[[], None]] = []
+        self.before_steps: list[Callable[[], None]] = []
         self.after_drops: list[Callable[[], None]] = []
-        self.driver: Callable[[], Driver | None] = lambda: None
         self._number = -1  # `backward_id` of the current backward
         self._warned_of_old_forward = False
 
@@ -236,8 +234,8 @@ class Backward:
         If this rank skipped a forward and backward, it runs their collectives.
         """
         self.comm.meter.clock.enter("optimizer")
-        if (driver := self.driver()) is not None:
-            driver.before_step()
+        for hook in self.before_steps:
+            hook()
         if self.step.backwards == 0:
             join_skipped_passes(self)
         self.reductions.complete_sums()
@@ -253,8 +251,6 @@ class Backward:
         self.step.is_graphless = False
         for group in self.trained_groups():
             group.gradient.discard()
-        if (driver := self.driver()) is not None:
-            driver.forget()
         for hook in self.after_drops:
             hook()
         # If weights are streamed, the pages would be faulted in again at once.
