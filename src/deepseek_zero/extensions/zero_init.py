@@ -34,9 +34,7 @@ from ..sharding.sharded_parameter import (
     ShardedParameter,
     dtype_of_conversion,
     owner_of,
-    reshard,
     set_owner,
-    unshard,
 )
 from .ties import tie_shared
 
@@ -134,7 +132,8 @@ class InitShard(ModelBuilder):
         scratch = torch.full(
             self.shape, float("nan"), dtype=self.slice.dtype, device=self.slice.device
         )
-        unshard(param, self.param_class, scratch)
+        param.__class__ = self.param_class
+        param.data = scratch
         return True
 
     def convert(self, param: nn.Parameter, dtype: torch.dtype) -> None:
@@ -150,7 +149,8 @@ class InitShard(ModelBuilder):
 
     def hide(self, param: nn.Parameter) -> None:
         """Replace the parameter's memory by an empty tensor, as while it is sharded."""
-        reshard(param, _nothing(self.slice.dtype, self.slice.device).expand(self.shape))
+        param.data = _nothing(self.slice.dtype, self.slice.device).expand(self.shape)
+        param.__class__ = ShardedParameter
 
     def reshard(self, param: nn.Parameter, source: int | None) -> None:
         """Shard the parameter again, with the values of one rank or the old ones.
@@ -197,7 +197,8 @@ class InitShard(ModelBuilder):
     def _show(self, param: nn.Parameter) -> None:
         """Gather the values into the parameter. Every rank must call it."""
         self.unsharded = self.whole()
-        unshard(param, self.param_class, self.unsharded.view(self.shape))
+        param.__class__ = self.param_class
+        param.data = self.unsharded.view(self.shape)
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
         """Write this rank's slice of a whole value.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 from ..base.device import without_torch_function
 from .grad_edits import GradEdits
 from .gradient import Gradient
-from .sharded_gradient import ShardedGradient, sharded_gradient
+from .param_info import ParamInfo
+from .sharded_gradient import ShardedGradient
 
 
 class GradView:
@@ -33,7 +36,7 @@ class GradView:
         members = self.group.members
         gradient.is_shown = True
         if not self._handles:
-            self._handles += [sharded_gradient(each.param, each.placeholder) for each in members]
+            self._handles += [_handle_of(member) for member in members]
         is_first = gradient.sum.absent is None
         absent = gradient.sum.absent or set()
         gradient.sum.absent = absent
@@ -63,3 +66,10 @@ class GradView:
                 self.edits.remove(number)
             else:
                 self.edits.assign(number, value)
+
+
+def _handle_of(member: ParamInfo) -> ShardedGradient:
+    """Return the tensor that a program gets as `.grad` of a parameter."""
+    handle = member.placeholder.as_subclass(ShardedGradient)
+    handle.__dict__["param"] = weakref.ref(member.param)
+    return handle

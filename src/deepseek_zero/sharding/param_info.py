@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..base.device import version_of, without_torch_function
 from ..planner.layout import Slot
-from .sharded_parameter import reshard, unshard
+from .sharded_parameter import ShardedParameter
 
 
 @dataclass(eq=False)
@@ -44,7 +44,8 @@ class ParamInfo:
 
     def unshard(self, data: Tensor) -> None:
         """Make the parameter a view of `data`, in the class that it had before wrapping."""
-        unshard(self.param, self.param_class, data)
+        self.param.__class__ = self.param_class
+        self.param.data = data
         self.version = _version_of(self.param)
 
     def was_written(self) -> bool:
@@ -53,7 +54,8 @@ class ParamInfo:
 
     def reshard(self) -> None:
         """Make the parameter a `ShardedParameter` whose data is the placeholder."""
-        reshard(self.param, self.placeholder)
+        self.param.data = self.placeholder
+        self.param.__class__ = ShardedParameter
 
 
 def _version_of(param: nn.Parameter) -> int | None:

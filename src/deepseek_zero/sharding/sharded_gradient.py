@@ -186,25 +186,12 @@ class ShardedGradient(Tensor):
         raise _unreadable(self, "pickle")
 
 
-def sharded_gradient(
-    param: nn.Parameter, nothing: Tensor, own: Part | None = None
-) -> ShardedGradient:
-    """Create the `ShardedGradient` of a parameter.
-
-    Args:
-        param: The parameter, which is held weakly.
-        nothing: One element, expanded to the parameter's shape.
-        own: The elements of the handle; None for the parameter's gradient at the time of each
-            operation.
-    """
-    grad = nothing.as_subclass(ShardedGradient)
-    grad.__dict__.update(param=weakref.ref(param), own=own)
-    return grad
-
-
 def own_part_of(grad: Tensor) -> tuple[Any, Part | None]:
-    """Return the parameter of a `ShardedGradient`, and its own elements or None."""
-    return grad.__dict__["param"](), grad.__dict__["own"]
+    """Return the parameter of a `ShardedGradient`, and its own elements.
+
+    They are None if each operation uses the parameter's gradient at its time, as for `.grad`.
+    """
+    return grad.__dict__["param"](), grad.__dict__.get("own")
 
 
 def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, ShownGradients, Part]:
@@ -271,7 +258,10 @@ def _element_wise(
         )
         return args[0]
     blank = torch.zeros((), dtype=result.dtype, device=result.device).expand(shape)
-    return sharded_gradient(param, blank, Part(result, part.start, part.is_whole))
+    found = blank.as_subclass(ShardedGradient)
+    found.__dict__["param"] = weakref.ref(param)
+    found.__dict__["own"] = Part(result, part.start, part.is_whole)
+    return found
 
 
 def _is_number(value: Any) -> bool:

@@ -360,29 +360,6 @@ def dtype_of_conversion(name: str, args: Any, kwargs: Mapping[str, Any]) -> torc
     return dtypes[0] if len(dtypes) == 1 else None
 
 
-def reshard(param: nn.Parameter, nothing: Tensor) -> None:
-    """Make an unsharded parameter a sharded one.
-
-    Args:
-        param: The sharded parameter.
-        nothing: One NaN of its dtype, expanded to its shape.
-    """
-    param.data = nothing
-    param.__class__ = ShardedParameter
-
-
-def unshard(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
-    """Make a sharded parameter an unsharded one that views `data`.
-
-    Args:
-        param: The sharded parameter.
-        kind: The class that it had before wrapping.
-        data: The values, in the parameter's shape.
-    """
-    param.__class__ = kind
-    param.data = data
-
-
 def _write(param: nn.Parameter, value: Tensor) -> nn.Parameter:
     owner = owner_of(param)
     if owner is None:
