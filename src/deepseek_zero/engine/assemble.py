@@ -30,7 +30,7 @@ from .changes import refuse_cuts
 from .connecting import compare_capabilities, compare_ranks, connect, prepare_machine
 from .dialect import BuildRules
 from .features import add_features, change_model, inspect_model
-from .memories import check_space, commit, open_tiers
+from .memories import check_space, commit, free_idle_memory, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, OptimizerParts, optimizer_parts
 from .parts import Parts
@@ -107,6 +107,7 @@ def assemble(
         gather_parts(runtime)
         watch_changes(runtime, ignores_new_params=rules.model.allows_unmanaged_params)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
+        free_idle_memory(runtime)
         tune_sizes(runtime)
         log_whole_weights(plan)
         optimizer = _optimizer_of(runtime, plan, chosen, policies, step_settings, scaler, rules)

@@ -253,9 +253,6 @@ class Backward:
             group.gradient.discard()
         for hook in self.after_drops:
             hook()
-        # If weights are streamed, the pages would be faulted in again at once.
-        if not self.reductions.settings.streams_weights:
-            self.comm_ctx.pool.return_pages()
 
     def discard_step(self) -> None:
         """Discard the gradients of all backwards since the last step, as `drop_grads`."""

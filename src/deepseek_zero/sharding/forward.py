@@ -113,8 +113,6 @@ class Forward:
         if unit is self.root and begins_step:
             for check in self.before_first_forwards:
                 check()
-            for group in self.backward.trained_groups():
-                group.gradient.release()
         # Recompute one tile at a time, as in forward.
         is_recomputed = unit.is_tile and step.phase is Phase.BACKWARD
         self.gathers.unshard(unit, in_turn=not is_recomputed, externals=True)

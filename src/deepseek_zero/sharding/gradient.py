@@ -274,15 +274,3 @@ class Gradient:
             self.group.comm_ctx.pool.give(partial.memory)
         self._clear()
         self.sum.discard_values()
-
-    def release(self) -> None:
-        """Free the buffer of an empty, replicated gradient until the next backward.
-
-        A buffer that is slow to allocate again is kept: on a CPU, or if other ranks use it.
-        """
-        comm_ctx = self.group.comm_ctx
-        is_alone = comm_ctx.comm.size == 1 and self.reduction.sums_all
-        is_unused = self.sum.state is GradState.EMPTY and self.summand.buffer is None
-        is_replicated = self.sum.spec.placement is P
-        if is_replicated and comm_ctx.pool.device != CPU and is_alone and is_unused:
-            self.sum.drop()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..base.device import storage_users
-from ..base.memory import KEPT_BYTES, return_pages
 from ..comm.collectives import Comm
 from ..planner.messages import SUM_TILE_NUMEL
 from ..tiers.budget import DeviceBudget
@@ -83,18 +82,6 @@ class Pool:
     def idle(self) -> list[Tensor]:
         """Return the tensors that are not in use."""
         return [tensor for tensors in self._idle.values() for tensor in tensors]
-
-    def return_pages(self) -> None:
-        """Return the pages of large idle CPU tensors to the system after a step.
-
-        The pages of the first `KEPT_BYTES` are kept, so that the next step has fewer page faults.
-        """
-        kept = 0
-        for tensor in filter(has_pages_to_return, self.idle()):
-            kept += tensor.nbytes
-            if kept > KEPT_BYTES:
-                self.comm.wait_until_read(tensor)
-                return_pages(tensor)
 
     def clear(self) -> None:
         """Free the tensors that are not in use."""
