@@ -33,6 +33,7 @@ from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.engine.connecting import compare_ranks
 from deepseek_zero.extensions.group_parts import group_parts
+from deepseek_zero.extensions.layer_tiles import follow_tiles
 from deepseek_zero.extensions.loss_factor import LossFactor
 from deepseek_zero.extensions.model_changes import watch_changes
 from deepseek_zero.extensions.root_parts import gather_parts
@@ -487,6 +488,7 @@ def bare(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any
     LossFactor(runtime)
     gather_parts(runtime)
     watch_changes(runtime)
+    follow_tiles(runtime)
     return runtime
 
 

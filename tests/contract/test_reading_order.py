@@ -33,7 +33,6 @@ SKIPPED = {
     "engine/step_fields.py": "adds the fields of features to the message of a step",
     "optim/tile_memory.py": "lends buffers to updates",
     "sharding/pool.py": "reuses the memory of buffers and messages",
-    "sharding/tiles.py": "gathers parts of large layers outside of the schedule",
     "tiers/budget.py": "counts memory of the device",
     "tiers/tier.py": "has the memories of states; a plain step uses `Storage` only",
 }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .. import parallel
+from .. import extensions, parallel
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..extensions.group_parts import group_parts
@@ -107,6 +107,8 @@ def assemble(
         gather_parts(runtime)
         watch_changes(runtime, ignores_new_params=rules.model.allows_unmanaged_params)
         state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
+        if any(unit.is_tile for unit in plan.units):
+            extensions.follow_tiles(runtime)
         free_idle_memory(runtime)
         tune_sizes(runtime)
         log_whole_weights(plan)

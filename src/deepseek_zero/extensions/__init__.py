@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .deferred_update import DeferredUpdate
     from .delayed_update import DelayedGradient, DelayedUpdate
     from .error_feedback import ErrorFeedback, ErrorFeedbackSteps, ReplicatedErrorFeedback
+    from .layer_tiles import follow_tiles
     from .one_bit_adam import MomentumSteps
     from .replicas import SumOverReplicas
     from .secondary_copy import SecondaryCopy
@@ -44,6 +45,7 @@ __all__ = [
     "TwoHops",
     "WeightDifferences",
     "choose_cuts",
+    "follow_tiles",
     "unsupported_optimizer",
     "works_by_shard",
 ]
@@ -59,6 +61,7 @@ if not TYPE_CHECKING:  # otherwise a type checker accepts any name
             "deferred_update": "DeferredUpdate",
             "delayed_update": "DelayedGradient DelayedUpdate",
             "error_feedback": "ErrorFeedback ErrorFeedbackSteps ReplicatedErrorFeedback",
+            "layer_tiles": "follow_tiles",
             "one_bit_adam": "MomentumSteps",
             "replicas": "SumOverReplicas",
             "secondary_copy": "SecondaryCopy",

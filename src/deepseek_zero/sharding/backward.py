@@ -20,7 +20,6 @@ from .irregular_passes import join_skipped_passes, recover
 from .param_group import ParamGroup
 from .reduce_lane import ReduceLane
 from .step_state import Phase, StepState
-from .tiles import LayerTiles
 
 OLD_FORWARD = (
     "a backward belongs to a forward that ran before the last step(): its gradients are computed "
@@ -40,7 +39,6 @@ class Backward:
         comm: The communicator of all ranks of the job.
         comm_ctx: The communicator of the shard group, with buffer pool and settings.
         step: The phase of the model and the progress of the current step.
-        tiles: Gathers parts of large layers for uses that the schedule does not contain.
         before_backwards: Functions that run at the beginning of each backward.
         before_ends: Functions that run at its end, before the remaining units are reduced.
         before_steps: Functions that run before each step of the optimizer.
@@ -59,7 +57,6 @@ class Backward:
         self.comm = comm_ctx.world
         self.comm_ctx = comm_ctx
         self.step = StepState()
-        self.tiles = LayerTiles(gathers, self.step)
         self.before_backwards: list[Callable[[], None]] = []
         self.before_ends: list[Callable[[], None]] = []
         self.before_steps: list[Callable[[], None]] = []
@@ -117,9 +114,9 @@ class Backward:
         if self.step.nonfinite is not None:
             self.step.nonfinite.record("grad", number, grad)
         if not is_first:
-            self.tiles.unshard_apart(unit)
+            self.step.uses.unshard_again(unit)
             return
-        self.tiles.end_apart()
+        self.step.uses.end_again()
         gathers.reshard_frozen_before(unit)
         if reductions.reduces_now and number and self.step.forwards <= 1:
             gathers.gather_for_others(unit)

@@ -101,9 +101,8 @@ class Forward:
                 recover(self.backward)
             step.enter(Phase.FORWARD)
             self.comm.meter.clock.enter("forward")
-            self.backward.tiles.begin_forward()
         is_outermost = step.is_outermost
-        is_first = self.backward.tiles.is_first_use(unit)
+        is_first = step.uses.is_first(unit)
         was_unsharded = unit.state is not UnitState.SHARDED
         frame = ForwardFrame(unit, was_unsharded, is_first)
         step.active.append(frame)

@@ -33,6 +33,20 @@ PHASE_MOVES = {
 }
 
 
+class UnitUses:
+    """The uses of units in a forward; each counts as the first one unless an extension differs."""
+
+    def is_first(self, unit: Unit) -> bool:
+        """Return whether the forward that begins is the unit's first use, which backward ends."""
+        return True
+
+    def unshard_again(self, unit: Unit) -> None:
+        """Unshard a unit in the backward of another use than the first one. Collective."""
+
+    def end_again(self) -> None:
+        """Release the unit that `unshard_again` has gathered."""
+
+
 @dataclass(eq=False)
 class ForwardFrame:
     """The state of one running forward of a unit.
@@ -66,6 +80,7 @@ class StepState:
         is_boundary: Whether the next backward is the last one of gradient accumulation.
         has_gradients: Whether a gradient has arrived since gradients were dropped.
         is_graphless: Whether a loss since the last step required no gradient.
+        uses: The uses of units in a forward.
         nonfinite: Records of non-finite values; None if they are not tracked.
     """
 
@@ -79,6 +94,7 @@ class StepState:
         self.is_boundary = True
         self.has_gradients = False
         self.is_graphless = False
+        self.uses = UnitUses()
         self.nonfinite: FiniteRecords | None = None
 
     @property

@@ -1,15 +1,16 @@
-"""Tiles: parts of a large layer, which several layers may share (extensions/tiled.py)."""
+"""Tiles: parts of a large layer, which several layers may share (tiled.py)."""
 
 from __future__ import annotations
 
 import torch
 
-from .gather_lane import GatherLane
-from .step_state import Phase, StepState
-from .unit import Unit, UnitState
+from ..sharding.gather_lane import GatherLane
+from ..sharding.runtime import Runtime
+from ..sharding.step_state import Phase, StepState, UnitUses
+from ..sharding.unit import Unit, UnitState
 
 
-class LayerTiles:
+class LayerTiles(UnitUses):
     """Gathers tiles for uses that the schedule does not contain.
 
     If several layers share a tile, the schedule contains only its first use in forward, which
@@ -24,13 +25,13 @@ class LayerTiles:
         self.gathers = gathers
         self.step = step
         self._used: set[int] = set()  # tiles used in the current forward
-        self._apart: Unit | None = None  # the tile that `unshard_apart` has gathered
+        self._again: Unit | None = None  # the tile that `unshard_again` has gathered
 
     def begin_forward(self) -> None:
         """Forget the uses of tiles in the last forward."""
         self._used.clear()
 
-    def is_first_use(self, unit: Unit) -> bool:
+    def is_first(self, unit: Unit) -> bool:
         """Record a use of a unit, and return whether it is the first one in this forward.
 
         A recomputed use, and any use of a unit that is not a tile, counts as a first one.
@@ -44,8 +45,8 @@ class LayerTiles:
         self._used.add(unit.number)
         return is_first
 
-    def unshard_apart(self, unit: Unit) -> None:
-        """Unshard a tile outside of the schedule, until `end_apart`.
+    def unshard_again(self, unit: Unit) -> None:
+        """Unshard a tile outside of the schedule, until `end_again`.
 
         Args:
             unit: The unit of the tile.
@@ -53,16 +54,27 @@ class LayerTiles:
         Note:
             Collective: every rank of the shard group must call it in the same order.
         """
-        if self._apart is unit:
+        if self._again is unit:
             return
-        self.end_apart()
-        self._apart = unit if unit.state is UnitState.SHARDED else None
+        self.end_again()
+        self._again = unit if unit.state is UnitState.SHARDED else None
         self.gathers.unshard(unit, in_turn=False)
 
-    def end_apart(self) -> None:
-        """Release the tile that `unshard_apart` has gathered."""
-        if self._apart is not None:
-            unit = self._apart
-            self._apart = None
+    def end_again(self) -> None:
+        """Release the tile that `unshard_again` has gathered."""
+        if self._again is not None:
+            unit = self._again
+            self._again = None
             with torch.no_grad():
                 unit.reshard()
+
+
+def follow_tiles(runtime: Runtime) -> None:
+    """Record the uses of tiles from now on.
+
+    Args:
+        runtime: The runtime of the model, which has tiles.
+    """
+    tiles = LayerTiles(runtime.gathers, runtime.step)
+    runtime.step.uses = tiles
+    runtime.forward.before_forwards.append(tiles.begin_forward)
