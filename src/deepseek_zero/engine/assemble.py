@@ -11,6 +11,7 @@ from .. import extensions, parallel
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..extensions.group_parts import group_parts
+from ..extensions.idle_memory import free_idle_memory
 from ..extensions.loss_factor import LossFactor
 from ..extensions.model_changes import watch_changes
 from ..extensions.policies import PolicySettings, policies_of
@@ -30,7 +31,7 @@ from .changes import refuse_cuts
 from .connecting import compare_capabilities, compare_ranks, connect, prepare_machine
 from .dialect import BuildRules
 from .features import add_features, change_model, inspect_model
-from .memories import check_space, commit, free_idle_memory, open_tiers
+from .memories import check_space, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, OptimizerParts, optimizer_parts
 from .parts import Parts
