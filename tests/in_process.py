@@ -485,11 +485,16 @@ def bare(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any
     comm = rank.comm.lay_out(here)
     compare_ranks(model, plan, comm)
     runtime = wrap_model(model, plan, comm, Tiers(), group_parts, ready_units)
+    attach_extensions(runtime)
+    return runtime
+
+
+def attach_extensions(runtime: Runtime) -> None:
+    """Attach the extensions that every engine has to a wrapped model."""
     LossFactor(runtime)
     gather_parts(runtime)
     watch_changes(runtime)
     follow_tiles(runtime)
-    return runtime
 
 
 def optimizer_over(

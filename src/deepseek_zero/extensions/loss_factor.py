@@ -413,7 +413,8 @@ def factor_of_leaf(leaf: Tensor) -> Factor | None:
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
     if runtime is None or runtime.step.active:
         return None
-    return loss_factor_of(runtime).at_entry
+    factor = _FACTORS.get(runtime)
+    return None if factor is None else factor.at_entry
 
 
 def _factor_from(reference: weakref.ref[Any]) -> Factor:

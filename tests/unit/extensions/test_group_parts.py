@@ -29,7 +29,7 @@ from deepseek_zero.sharding.param_group import GroupParts
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import MakeParts, wrap_model
 from deepseek_zero.tiers.tier import COMPLETED, Storage, Tier, Tiers, TransferMeter
-from tests.in_process import Rank, poisoned, run_ranks
+from tests.in_process import Rank, attach_extensions, poisoned, run_ranks
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS
 
@@ -115,6 +115,7 @@ def wrapped(
     plan = plan_model(model, PlanSettings(persistence_numel=0, **settings), here)
     comm = rank.comm.lay_out(here)
     runtime = wrap_model(model, plan, comm, tiers, parts, ready_units)
+    attach_extensions(runtime)
     StateDicts(runtime)
     return runtime
 
