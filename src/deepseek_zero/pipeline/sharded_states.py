@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from ..extensions.loss_factor import loss_factor_of
+from ..planner.pieces import stages_with
 from ..planner.schedule import Pass
 from ..sharding.gather_lane import whole_pass
 from ..sharding.irregular_passes import reduce_step
@@ -189,12 +190,7 @@ def _units_of(runtime: Runtime, blocks: Mapping[int, Collection[str]]) -> dict[i
     """
     found: dict[int, set[int]] = {stage: set() for stage in blocks}
     for unit in runtime.units:
-        inside = [
-            stage
-            for stage, names in blocks.items()
-            if any(unit.name == name or unit.name.startswith(f"{name}.") for name in names)
-        ]
-        for stage in inside or blocks:
+        for stage in stages_with(unit.name, blocks) or blocks:
             found[stage].add(unit.number)
     return {stage: frozenset(units) for stage, units in found.items()}
 

@@ -7,7 +7,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..base.quantities import format_bytes
@@ -148,11 +148,7 @@ class PipelinePlan:
         Args:
             unit: The name of the unit's module.
         """
-        inside = [
-            stage
-            for stage in self.stages
-            if any(unit == name or unit.startswith(f"{name}.") for name in self.blocks[stage])
-        ]
+        inside = stages_with(unit, {stage: self.blocks[stage] for stage in self.stages})
         return self.gathers[inside[0]] if len(inside) == 1 else self.of_all
 
     def explain(self) -> list[str]:
@@ -187,6 +183,20 @@ class PipelinePlan:
             if not set(stages).isdisjoint(own)
         ]
         return lines
+
+
+def stages_with(unit: str, blocks: Mapping[int, Collection[str]]) -> list[int]:
+    """Return the stages that have a unit, in the order of `blocks`.
+
+    Args:
+        unit: The name of the unit's module.
+        blocks: The names of the modules of each stage.
+    """
+    return [
+        stage
+        for stage, names in blocks.items()
+        if any(unit == name or unit.startswith(f"{name}.") for name in names)
+    ]
 
 
 @dataclass(frozen=True)
