@@ -18,6 +18,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -68,7 +69,7 @@ class LRSchedule(ABC):
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A number of iterations is out of range, or a list does not have one value per
+        ConfigError: A number is out of range or not finite, or a list does not have one value per
             parameter group.
         TypeError: A setting is unknown, or a required setting is missing.
     """
@@ -156,7 +157,7 @@ class LRSchedule(ABC):
         count = len(self.optimizer.param_groups)
         value: PerGroup = getattr(self.settings, name)
         if isinstance(value, int | float) or getattr(value, "ndim", None) == 0:
-            return [float(value)] * count  # type: ignore[arg-type]  # or a scalar array
+            return [_finite(name, value)] * count  # or a scalar array
         if isinstance(value, str) or not hasattr(value, "__len__"):
             raise ConfigError(
                 f"{name} is {shown(value)}.", fix="give one number, or one for each group."
@@ -166,7 +167,7 @@ class LRSchedule(ABC):
                 f"{name} lists {len(value)} values for {count} parameter groups.",
                 fix="give one number, or one for each group.",
             )
-        return [float(single) for single in value]
+        return [_finite(name, single) for single in value]
 
     def _own_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -183,6 +184,20 @@ def _with_groups(optimizer: Any) -> HasParamGroups:
         f"{type(optimizer).__name__} has no param_groups to schedule.",
         fix="pass the optimizer that engine.step() steps.",
     )
+
+
+def _finite(name: str, value: Any, least: float = -math.inf) -> float:
+    """Return a setting as a float.
+
+    Raises ConfigError if it is not a finite number, or is less than `least`.
+    """
+    number = math.nan
+    with suppress(TypeError, ValueError):
+        number = float(value)
+    if not math.isfinite(number) or number < least:
+        limit = "" if least == -math.inf else f" of at least {least:g}"
+        raise ConfigError(f"{name} is {shown(value)}.", fix=f"give a finite number{limit}.")
+    return number
 
 
 def _whole(settings: Any, name: str, least: int) -> int:
@@ -351,7 +366,7 @@ class WarmupLR(LRSchedule):
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A number of iterations is out of range, or a list does not have one value per
+        ConfigError: A number is out of range or not finite, or a list does not have one value per
             parameter group.
         TypeError: A setting is unknown, or a required setting is missing.
     """
@@ -408,7 +423,7 @@ class WarmupDecayLR(WarmupLR):
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A number of iterations is out of range, or a list does not have one value per
+        ConfigError: A number is out of range or not finite, or a list does not have one value per
             parameter group.
         TypeError: A setting is unknown, or a required setting is missing.
     """
@@ -453,7 +468,7 @@ class WarmupCosineLR(LRSchedule):
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A number of iterations is out of range.
+        ConfigError: A number is out of range or not finite.
         TypeError: A setting is unknown, or a required setting is missing.
     """
 
@@ -463,6 +478,8 @@ class WarmupCosineLR(LRSchedule):
         self.warmup = _Warmup(self.settings)
         self.warmup_num_steps, self.warmup_type = self.warmup.num_steps, self.warmup.shape
         self.total_num_steps = _total(self.settings, self.warmup.num_steps)
+        self._min_ratio = _finite("warmup_min_ratio", self.settings.warmup_min_ratio)
+        self._cos_ratio = _finite("cos_min_ratio", self.settings.cos_min_ratio)
         self.org_lrs = self._own_rates()
 
     def get_lr(self) -> list[float]:
@@ -480,13 +497,12 @@ class WarmupCosineLR(LRSchedule):
             return self._cosine()
         if self.last_batch_iteration < 0:
             return 0.0
-        low = float(self.settings.warmup_min_ratio)
-        return low + (1.0 - low) * rising
+        return self._min_ratio + (1.0 - self._min_ratio) * rising
 
     def _cosine(self) -> float:
         done = max(self.last_batch_iteration, 0) - self.warmup.num_steps + 1
         progress = min(1.0, done / max(1, self.total_num_steps - self.warmup.num_steps))
-        low = float(self.settings.cos_min_ratio)
+        low = self._cos_ratio
         return max(0.0, low + (1.0 - low) * (1.0 + math.cos(math.pi * progress)) / 2.0)
 
 
@@ -511,7 +527,7 @@ class LRRangeTest(LRSchedule):
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A number of iterations is out of range, or a list does not have one value per
+        ConfigError: A number is out of range or not finite, or a list does not have one value per
             parameter group.
         TypeError: A setting is unknown, or a required setting is missing.
     """
@@ -521,6 +537,8 @@ class LRRangeTest(LRSchedule):
     def _prepare(self) -> None:
         self.min_lrs = self._per_group("lr_range_test_min_lr")
         self.step_size = _whole(self.settings, "lr_range_test_step_size", 1)
+        rate = self.settings.lr_range_test_step_rate
+        self._step_rate = _finite("lr_range_test_step_rate", rate)
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group at the current iteration.
@@ -530,9 +548,7 @@ class LRRangeTest(LRSchedule):
         interval = (self.last_batch_iteration + 1) / self.step_size
         if self.settings.lr_range_test_staircase:
             interval = math.floor(interval)
-        return [
-            low * (1.0 + self.settings.lr_range_test_step_rate * interval) for low in self.min_lrs
-        ]
+        return [low * (1.0 + self._step_rate * interval) for low in self.min_lrs]
 
 
 # DeepSpeed writes this beta2 with the cycled beta1, whatever the optimizer's beta2 is
@@ -562,7 +578,7 @@ class OneCycle(LRSchedule):
         cycle_min_lr: The rate at both ends of the cycle, for all groups or as a list with one rate
             per group.
         cycle_max_lr: The rate at the peak of the cycle, in the same form.
-        decay_lr_rate: The factor of t in the decay of the rate (default 0).
+        decay_lr_rate: The factor of t in the decay of the rate, at least 0 (default 0).
         cycle_first_step_size: The number of iterations of the rising part (default 2000).
         cycle_second_step_size: The number of iterations of the falling part. None (default) means
             as many as in the rising part.
@@ -581,7 +597,7 @@ class OneCycle(LRSchedule):
 
     Raises:
         UsageError: The optimizer has no parameter groups.
-        ConfigError: A number of iterations is out of range, or a list does not have one value per
+        ConfigError: A number is out of range or not finite, or a list does not have one value per
             parameter group.
         TypeError: A setting is unknown, or a required setting is missing.
     """
@@ -603,6 +619,9 @@ class OneCycle(LRSchedule):
         )
         self.step_ratio = self.first_size / self.total_size
         self.decay_size = _whole(chosen, "decay_step_size", 0)
+        # With a negative rate, the denominator would reach 0
+        self._lr_decay = _finite("decay_lr_rate", chosen.decay_lr_rate, 0.0)
+        self._mom_decay = _finite("decay_mom_rate", chosen.decay_mom_rate)
         self.min_lrs = self._per_group("cycle_min_lr")
         self.max_lrs = self._per_group("cycle_max_lr")
         self.min_moms = self._per_group("cycle_min_mom")
@@ -616,7 +635,7 @@ class OneCycle(LRSchedule):
         """
         if self._cycling():
             return _between(self.min_lrs, self.max_lrs, self._scale())
-        factor = 1.0 + self.settings.decay_lr_rate * self._decay_intervals()
+        factor = 1.0 + self._lr_decay * self._decay_intervals()
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
@@ -635,7 +654,7 @@ class OneCycle(LRSchedule):
         if self._cycling():
             beta1s = _between(self.max_moms, self.min_moms, self._scale())
         else:
-            factor = 1.0 + self.settings.decay_mom_rate * self._decay_intervals()
+            factor = 1.0 + self._mom_decay * self._decay_intervals()
             beta1s = [high * factor for high in self.max_moms]
         return [(beta1, _CYCLE_BETA2) for beta1 in beta1s]
 
@@ -804,6 +823,8 @@ def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, A
     rates = [group["lr"] for group in stand_in.param_groups]
     if not all(isinstance(rate, int | float | torch.Tensor) for rate in rates):
         raise TypeError(f"its rates are {shown(rates)}")
+    if not all(math.isfinite(rate) for rate in rates):
+        raise ValueError(f"its rates are {shown(rates)}")
 
 
 def _copied(value: Any) -> Any:

@@ -347,3 +347,28 @@ def test_numbers_of_iterations_may_be_fractions() -> None:
         groups(0.5), 4.5, warmup_num_steps=2.5, warmup_type="linear", warmup_max_lr=1.0
     )
     assert rates(decay, 5) == pytest.approx([0.0, 0.0, 0.4, 0.8, 0.75, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("WarmupLR", "warmup_max_lr", math.nan),
+        ("WarmupLR", "warmup_min_lr", [math.inf]),
+        ("WarmupCosineLR", "cos_min_ratio", math.nan),
+        ("WarmupCosineLR", "warmup_min_ratio", None),
+        ("LRRangeTest", "lr_range_test_step_rate", math.inf),
+        ("OneCycle", "decay_lr_rate", -0.5),
+        ("OneCycle", "decay_mom_rate", math.nan),
+    ],
+)
+def test_rates_that_would_not_be_finite_are_refused(name: str, setting: str, value: Any) -> None:
+    required = {"WarmupCosineLR": {"total_num_steps": 9}, "OneCycle": {"cycle_max_lr": 1.0}}
+    more = {"cycle_min_lr": 0.1} if name == "OneCycle" else {}
+    with pytest.raises(ConfigError, match=f"{setting} is "):
+        resolve_schedule(name, required.get(name, {}) | more | {setting: value}, groups(1.0))
+
+
+def test_a_schedule_of_torch_whose_rates_are_not_finite_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    with pytest.raises(ConfigError, match=r"its rates are \[nan\]"):
+        resolve_schedule("ExponentialLR", {"gamma": math.nan}, optimizer)
