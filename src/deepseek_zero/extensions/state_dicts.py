@@ -215,10 +215,12 @@ class _Saver:
     outermost: nn.Module | None = None
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self.outermost is module:  # an exception ended its last state dict
+            self._release()
         if self.outermost is None and not self.mode.gathers:
             self.outermost = module
             self.resting = _show_empty(self.unit)
-        elif self.outermost in (None, module):
+        elif self.outermost is None:
             self.woken = self.unit.state is UnitState.SHARDED
             if coded := [
                 group for group in self.unit.sharded if group.plan.weight.wire is not None
@@ -241,7 +243,6 @@ class _Saver:
     def after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         if self.outermost is not module:
             return
-        self.outermost = None
         copies: dict[int, Tensor] = {}
         for name, param in own_parameters(self.unit, module).items():
             value = state.get(prefix + name)
@@ -250,6 +251,11 @@ class _Saver:
                 if key not in copies:
                     copies[key] = self._joined(value, param, name).to("cpu", copy=True)
                 state[prefix + name] = copies[key].view(copies[key].shape)
+        self._release()
+
+    def _release(self) -> None:
+        """Undo what `before` has done for the outermost module."""
+        self.outermost = None
         for member in self.resting or ():
             member.reshard()
         self.resting = None
@@ -307,6 +313,9 @@ class _Loader:
 
     unit: Unit
     outermost: nn.Module | None = None
+    # torch's list of error messages, which each load has its own of: after an exception has ended a
+    # load, another list shows that `outermost` is not valid anymore
+    messages: list[str] | None = None
 
     def before(
         self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *details: Any
@@ -318,8 +327,9 @@ class _Loader:
                 "holds.",
                 "leave assign out: the values are copied into the slices.",
             )
-        if self.outermost in (None, module):
+        if self.outermost in (None, module) or details[-1] is not self.messages:
             self.outermost = module
+            self.messages = details[-1]
             self._cut(module, state, prefix)
             for group in self.unit.groups:
                 if not group.is_sharded:
@@ -346,6 +356,7 @@ class _Loader:
         if self.outermost is not module:
             return
         self.outermost = None
+        self.messages = None
         for group in self.unit.groups:
             if not group.is_sharded:
                 for member in group.members:

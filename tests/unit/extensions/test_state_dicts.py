@@ -90,3 +90,47 @@ def test_a_model_can_be_used_after_a_load_that_an_exception_ended(stage: int) ->
         assert all(param.grad is not None for param in model.parameters())
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_can_be_loaded_after_a_load_that_an_exception_ended(stage: int) -> None:
+    def body(rank: Rank) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), Outdated(2, 2))
+        runtime = sharded(rank, model, stage=stage)
+        whole = model.state_dict()
+        with pytest.raises(ValueError, match="1"):
+            model.load_state_dict(whole)
+        part = {"weight": torch.full((2, 2), 7.0), "bias": torch.zeros(2)}
+        model[0].load_state_dict(part)
+        (group,) = {id(each): each for each in runtime.groups}.values()
+        assert (group.weight.memory == 7.0).sum() == 4
+        assert torch.equal(model.state_dict()["0.weight"], part["weight"])
+
+    run_ranks(1, body)
+
+
+class Unready(nn.Linear):
+    """Has an extra state that cannot be read at first."""
+
+    is_ready = False
+
+    def get_extra_state(self) -> int:
+        if not self.is_ready:
+            raise ValueError("not ready")
+        return 1
+
+
+def test_one_rank_may_repeat_a_local_state_dict_that_an_exception_ended() -> None:
+    def body(rank: Rank) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), Unready(2, 2))
+        runtime = bare(rank, model, stage=3)
+        StateDicts(runtime, gathers=False)
+        if rank.index == 0:
+            with pytest.raises(ValueError, match="not ready"):
+                model.state_dict()
+            model[1].is_ready = True
+            assert model.state_dict()["0.weight"].shape == (0,)
+        assert all(type(each).__name__ == "ShardedParameter" for each in model.parameters())
+        runtime.model(torch.ones(1, 2)).sum().backward()
+
+    run_ranks(2, body)
