@@ -26,7 +26,8 @@ class Pending:
     is_here: Callable[[], bool] | None = None
     _issue: Callable[[], None] | None = None
     _done: bool = False
-    _error: Exception | None = None  # Set if the collective failed; every `wait()` raises it again
+    # Set if the collective failed or Ctrl-C ended the wait; every `wait()` raises it again
+    _error: BaseException | None = None
 
     def wait(self) -> None:
         """Wait until the data may be used.
@@ -50,7 +51,7 @@ class Pending:
                 self._finish = None
                 if finish is not None:
                     finish()
-            except Exception as error:
+            except BaseException as error:
                 self._error = error
                 raise
 
@@ -151,7 +152,8 @@ class QueuedCollective:
     Attributes:
         transfer: Must end before the collective is issued.
         start: Issues the collective.
-        pending: The issued collective; None before.
+        pending: The issued collective, or a handle that raises the error of a failed issue; None
+            before.
     """
 
     transfer: Work
@@ -160,8 +162,12 @@ class QueuedCollective:
 
     def issue(self) -> None:
         """Wait for the transfer and issue the collective."""
-        self.transfer.wait()
-        self.pending = self.start()
+        try:
+            self.transfer.wait()
+            self.pending = self.start()
+        except BaseException as error:
+            self.pending = Pending(no_wait, _error=error)
+            raise
 
     def is_done(self) -> bool:
         """Return whether it was issued and its data has arrived."""

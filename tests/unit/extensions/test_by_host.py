@@ -239,3 +239,27 @@ def test_a_queue_issues_in_the_order_of_adding_also_when_a_wait_comes_back_to_it
     assert issued == [] and queue.is_open and not pendings[1].is_done()
     pendings[1].wait()
     assert issued == [0, 1] and not queue.is_open
+
+
+def test_a_queued_collective_that_failed_raises_its_error_in_every_wait() -> None:
+    def fail() -> Pending:
+        raise ValueError("not issued")
+
+    queue, step = OrderedIssueQueue(), Step()
+    pending = queue.add(step, fail)
+    with pytest.raises(ValueError, match="not issued"):
+        queue.issue_all()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not issued"):
+            pending.wait()
+    assert not queue.is_open
+
+
+def test_a_collective_whose_wait_was_interrupted_is_not_complete() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    pending = Pending(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
