@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..base.errors import UsageError
 from ..base.log import log_first
 from .attend import attend, check_shapes
 from .layouts import BlockLayout
@@ -71,8 +72,14 @@ class SparseAttention:
             A tensor of shape ``(samples, heads, queries, value_width)``.
 
         Raises:
-            UsageError: The shapes do not fit.
+            UsageError: The shapes do not fit, `window` is less than 1, or `reach` is negative.
         """
+        if (window is not None and window < 1) or (reach is not None and reach < 0):
+            raise UsageError(
+                f"sparse attention got window={window} and reach={reach}.",
+                "A query attends at least to its own key.",
+                "pass a window of at least 1 and a reach of at least 0, or None for no limit.",
+            )
         pattern = Pattern.of(self.layout, is_causal=is_causal, window=window, reach=reach)
         if dropout and query.numel():
             check_shapes(query, key, value, biases)

@@ -129,6 +129,9 @@ class Muon(Optimizer):
         params: Parameters or parameter groups.
         lr: The learning rate of all groups that specify none. None means 0.02 for Muon and 0.0003
             for AdamW. The settings `muon_lr` and `adam_lr` take precedence.
+        weight_decay: The coefficient of the decoupled decay.
+        momentum: The decay rate of Muon's momentum.
+        ns_method: "gram" or "standard".
         settings: The other fields of `MuonSettings`, as keyword arguments.
 
     Raises:
@@ -140,8 +143,18 @@ class Muon(Optimizer):
     granularity: ClassVar[Literal["tensor"]] = "tensor"
     Settings: ClassVar[type[MuonSettings]] = MuonSettings
 
-    def __init__(self, params: Any, lr: float | None = None, **settings: Any) -> None:
-        self._settings = MuonSettings(lr=lr, **settings)
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        ns_method: str = "gram",
+        **settings: Any,
+    ) -> None:
+        self._settings = MuonSettings(
+            lr=lr, weight_decay=weight_decay, momentum=momentum, ns_method=ns_method, **settings
+        )
         names = ("momentum", "weight_decay", "ns_method", "ns_steps", "nesterov", "betas", "eps")
         shared = {name: getattr(self._settings, name) for name in names}
         super().__init__(

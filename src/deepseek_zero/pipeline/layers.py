@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, article, shown
-from ..base.given import whole_number
+from ..base.given import refuse, whole_number
 from ..comm.collectives import Comm
 from ..planner.split import set_copy
 from .partition import LayerCost, partition
@@ -87,7 +87,8 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Keyword arguments of the module's constructor.
 
     Raises:
-        UsageError: `typename` is not a subclass of `torch.nn.Module`.
+        UsageError: `typename` is not a subclass of `torch.nn.Module`, or `key` cannot be the name
+            of a module.
     """
 
     def __init__(
@@ -100,6 +101,15 @@ class TiedLayerSpec(LayerSpec):
         **module_kwargs: Any,
     ) -> None:
         super().__init__(typename, *module_args, **module_kwargs)
+        is_name = isinstance(key, str) and key and "." not in key
+        if not is_name or hasattr(nn.ModuleDict(), key):
+            raise refuse(
+                "TiedLayerSpec",
+                "key",
+                key,
+                "a name without dots that is no attribute of nn.ModuleDict",
+                'pass a plain name, for example "embed".',
+            )
         self.key = key
         self.forward_fn = forward_fn
         self.tied_weight_attr = (

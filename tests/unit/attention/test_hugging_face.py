@@ -129,6 +129,13 @@ def test_without_the_section_nothing_changes_and_with_it_something_does() -> Non
     assert not torch.allclose(model(ids).logits, before)
 
 
+@pytest.mark.parametrize("limit", [{"window": 0}, {"reach": -1}])
+def test_a_query_that_could_not_see_itself_is_refused(limit: dict[str, int]) -> None:
+    query = torch.randn(1, 2, LENGTH, 8)
+    with pytest.raises(UsageError, match="at least to its own key"):
+        SparseAttention(Dense())(query, query, query, is_causal=True, **limit)
+
+
 def test_another_model_calls_the_engines_attention() -> None:
     engine = switched(nn.Linear(4, 4), FIXED)  # type: ignore[arg-type]
     assert engine.sparse_attention.layout == Fixed(block=4, num_local_blocks=2)

@@ -237,3 +237,8 @@ def test_a_group_may_have_one_tensor_or_an_iterator(given: Callable[[Tensor], An
         (group,) = Muon.divide_groups(model, [{"params": given(weight)}])
         assert [id(member) for member in group["params"]] == [id(weight)]
         assert group["use_muon"] is uses_muon
+
+
+def test_the_rate_the_decay_and_the_momentum_may_be_positional_as_in_torch_and_deepspeed() -> None:
+    group = Muon([torch.ones(2, 2)], 0.5, 0.1, 0.8).param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.5, 0.1, 0.8)

@@ -311,3 +311,9 @@ def test_the_plan_of_any_rank_is_that_of_the_stage_it_would_build(rank: int) -> 
         deepseek_zero.plan(
             built[1 - rank], config, ranks=2, rank=rank, mesh={"pp": 2}, optimizer=client
         )
+
+
+@pytest.mark.parametrize("key", ["a.b", "", None, "keys", "training"])
+def test_a_key_that_cannot_be_the_name_of_a_module_is_refused(key: Any) -> None:
+    with pytest.raises(UsageError, match="TiedLayerSpec\\(key="):
+        TiedLayerSpec(key, nn.Linear, 2, 2)

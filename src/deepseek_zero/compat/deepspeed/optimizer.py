@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
 from ...api.leaves import get_z3_leaf_modules
+from ...base.given import refuse
 from ...extensions.param_states import full_grad, safe_get_local_grad
 from ...optim.inner_states import load_inner, load_states
 from ...optim.shard_set import ShardSet
@@ -329,9 +330,18 @@ class NamedOptimizer(ShardedOptimizer):
         ]
 
     def get_param_id(self, param: nn.Parameter) -> int:
-        """Return the index of a parameter among the updated ones of all groups."""
+        """Return the index of a parameter among the updated ones of all groups.
+
+        Raises:
+            UsageError: The optimizer does not update the parameter.
+        """
         every = (each for params in self.shard_set.params_by_group for each in params)
-        return next(number for number, each in enumerate(every) if each is param)
+        for number, each in enumerate(every):
+            if each is param:
+                return number
+        wanted = "a parameter that this optimizer updates"
+        fix = "pass a trained parameter of the engine's model."
+        raise refuse("get_param_id", "param", param, wanted, fix)
 
     @property
     def param_to_partition_ids(self) -> list[dict[int, list[int]]]:

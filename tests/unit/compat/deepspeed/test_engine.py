@@ -402,6 +402,8 @@ def test_an_optimizer_maps_parameters_to_even_partitions() -> None:
     optimizer = engine.optimizer
     params = list(engine.module.parameters())
     assert [optimizer.get_param_id(param) for param in params] == list(range(len(params)))
+    with pytest.raises(UsageError, match="get_param_id"):
+        optimizer.get_param_id(nn.Parameter(torch.ones(1)))
     assert optimizer.param_to_partition_ids == [{number: [0] for number in range(len(params))}]
     optimizer.runtime.comm_ctx.comm.size = (
         2  # each rank has 31 of 61 elements, so the first part ends inside the first matrix
