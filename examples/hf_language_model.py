@@ -77,6 +77,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     steps = parser.parse_args().steps
+    if steps < 1:
+        parser.error("--steps must be at least 1")
     torch.manual_seed(0)
     engine, *_ = dz.initialize(model=LlamaForCausalLM(MODEL), config=CONFIG)
     sampler = Sampler(

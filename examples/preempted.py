@@ -90,7 +90,10 @@ def parse() -> Plan:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/preempted"), help="directory of the checkpoints"
     )
-    return Plan(**vars(parser.parse_args()))
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
+    return Plan(**vars(options))
 
 
 def main() -> None:

@@ -389,7 +389,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="folder for what the run leaves",
     )
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.steps is not None and options.steps < 1:
+        parser.error("--steps must be at least 1")
+    return options
 
 
 def main() -> None:

@@ -38,7 +38,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--images", type=int, default=64, help="how many to train on (default: 64)")
     parser.add_argument("--epochs", type=int, default=5)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if min(options.images, options.epochs) < 1:
+        parser.error("--images and --epochs must be at least 1")
+    return options
 
 
 def main() -> None:

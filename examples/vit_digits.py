@@ -53,7 +53,10 @@ def parse() -> argparse.Namespace:
         "--images", type=int, default=512, help="how many to train on (default: 512)"
     )
     parser.add_argument("--epochs", type=int, default=5)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if min(options.images, options.epochs) < 1:
+        parser.error("--images and --epochs must be at least 1")
+    return options
 
 
 def main() -> None:

@@ -46,6 +46,29 @@ def make_run(script: Names, tmp_path: Path) -> Callable[[int | None], Any]:
     return make
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("pretrain_text", "--steps"),
+        ("preempted", "--steps"),
+        ("resnet101_digits", "--epochs"),
+        ("vit_digits", "--images"),
+    ],
+)
+def test_a_run_of_no_steps_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    option: str,
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr("sys.argv", [name, option, "0"])
+    script = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name=name)
+    with pytest.raises(SystemExit):
+        script["parse"]()
+    assert "must be at least 1" in capsys.readouterr().err
+
+
 def test_the_margin_shrinks_with_fewer_steps_and_never_grows(
     make_run: Callable[[int | None], Any],
 ) -> None:
