@@ -403,6 +403,12 @@ def prune(
         raise UsageError(
             f"{where} is no directory.", fix="Name the directory that save_checkpoint was given."
         )
+    if catalogue.is_single_checkpoint(where):
+        raise UsageError(
+            f"{where} is one checkpoint, not a directory of checkpoints.",
+            "prune removes the older checkpoints of a directory.",
+            f"Name {where.absolute().parent}, or remove this checkpoint as a folder.",
+        )
     try:
         done = catalogue.prune(where, Retention(last, every), dry_run=dry_run)
     except OSError as error:

@@ -209,12 +209,13 @@ def test_a_directory_without_write_access_is_an_error_with_its_name(
             "--dtype does not go with",
         ),
         (["convert", "RUN", "RUN"], "exists already"),
+        (["prune", "ONE"], "is one checkpoint, not a directory of checkpoints"),
     ],
 )
 def test_unsupported_operations_raise_the_librarys_errors(
     directory: Path, tmp_path: Path, words: list[str], said: str
 ) -> None:
-    names = {"RUN": directory, "OUT": tmp_path / "out"}
+    names = {"RUN": directory, "OUT": tmp_path / "out", "ONE": directory / "global_step3"}
     result = call(*(names.get(word, word) for word in words))
     assert isinstance(result.exception, UsageError)
     with pytest.raises(UsageError, match=said):
