@@ -557,6 +557,9 @@ class ZeroEngine(Exports, Engine):
             Collective: every rank must call it, between two steps.
         """
         given = [include] if isinstance(include, str) else include
+        if not isinstance(given, Iterable | None):
+            fix = "pass a list of kinds, or leave include out."
+            raise refuse("offload_states", "include", given, "one or several kinds of state", fix)
         asked = KINDS if given is None else [str(getattr(kind, "value", kind)) for kind in given]
         if unknown := sorted(set(asked) - set(KINDS)):
             wanted = f"kinds of state: {', '.join(KINDS)}"

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..base.given import path_of
 from .export import ShardFiles, save_torch
 from .hf_folder import (
     EXPORT_PATTERNS,
@@ -70,7 +71,7 @@ def convert_to_safetensors(
 
 
 def state_dict_of(
-    path: Path,
+    path: Path | str,
     dtype: torch.dtype | str | None = None,
     *,
     tag: str | None = None,
@@ -94,7 +95,9 @@ def state_dict_of(
     Raises:
         CheckpointError: The checkpoint does not exist or is damaged, or the name of the dtype is
             unknown.
+        UsageError: `path` is neither a string nor a path.
     """
+    path = path_of("state_dict_of", "path", path)
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)
         tensors = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)

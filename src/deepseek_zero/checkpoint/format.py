@@ -464,6 +464,12 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
     if type(value) in (Tensor, nn.Parameter):
+        if value.layout is not torch.strided:
+            raise CheckpointError(
+                f"{path} is a sparse tensor ({value.layout}), which a checkpoint cannot hold.",
+                "Checkpoints hold dense tensors.",
+                "save its indices and values, or value.to_dense().",
+            )
         while path in tensors:  # {"a": {"b": x}, "a.b": y} has two values with one path
             path += "'"
         tensors[path] = value.detach().to("cpu", copy=True).contiguous()

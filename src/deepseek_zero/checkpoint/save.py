@@ -131,7 +131,7 @@ class PendingSave:
                 run_and_gather(self._comm, "saving: this rank's slices", self.write.write)
             else:
                 self.write.start()
-        except Exception:
+        except BaseException:  # also Ctrl-C: the lock would refuse the next save of this process
             self._staged.discard()
             raise
 
@@ -152,7 +152,7 @@ class PendingSave:
             if self.settings.folders:
                 run_and_gather(self._comm, "saving: the other folders", self._finish_part)
             run_on_first_rank(self._comm, "saving: the manifest", lambda: self._finish(indexes))
-        except Exception:
+        except BaseException:
             self._staged.discard()
             raise
         return self.final

@@ -34,8 +34,9 @@ class StagedOutput:
 
     def __init__(self, final: Path) -> None:
         refuse_url(f"'{final}'", final)
-        self.final = final
-        self.path = staging_path(final)
+        # "." has no name from which the hidden name could be made
+        self.final = final if final.name else final.absolute()
+        self.path = staging_path(self.final)
         self._lock = -1
 
     def open(self) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError, UsageError
+from deepseek_zero.checkpoint.background_write import BackgroundWrite
+from deepseek_zero.checkpoint.convert import state_dict_of
 from deepseek_zero.engine import saving
 from deepseek_zero.extensions import AdaptivePrecision
 from deepseek_zero.utils import safe_get_full_optimizer_state
@@ -115,3 +117,44 @@ def test_a_custom_load_fn_that_is_no_function_is_refused(tmp_path: Path) -> None
         engine.load_checkpoint(tmp_path, custom_load_fn=5)
     with pytest.raises(UsageError, match="load_module_state_dict\\(custom_load_fn=5\\)"):
         engine.load_module_state_dict(engine.module_state_dict(), custom_load_fn=5)
+
+
+def test_a_save_can_be_repeated_after_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: BackgroundWrite) -> None:
+        raise KeyboardInterrupt
+
+    engine = build()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(BackgroundWrite, "write", interrupt)
+        engine.save_checkpoint(tmp_path, tag="last")
+    engine.save_checkpoint(tmp_path, tag="last")
+    assert engine.load_checkpoint(tmp_path, tag="last")[0] is not None
+
+
+def test_weights_are_exported_into_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    build().export(".")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_sparse_tensor_in_a_client_state_is_named(tmp_path: Path) -> None:
+    sparse = torch.ones(2).to_sparse()
+    with pytest.raises(CheckpointError, match=r"client_state\.mask is a sparse tensor"):
+        build().save_checkpoint(tmp_path, client_state={"mask": sparse})
+
+
+def test_a_kind_of_states_that_is_no_name_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"offload_states\(include=5\)"):
+        build().offload_states(include=5)
+
+
+def test_the_state_dict_of_a_checkpoint_is_read_from_a_path_in_a_string(tmp_path: Path) -> None:
+    engine = build()
+    engine.save_checkpoint(tmp_path)
+    assert set(state_dict_of(str(tmp_path))) == {"weight", "bias"}
+    with pytest.raises(UsageError, match="state_dict_of"):
+        state_dict_of(None)  # type: ignore[arg-type]
