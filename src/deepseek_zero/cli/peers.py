@@ -121,7 +121,8 @@ class PeerWatch:
         now = time.monotonic()
         answered = self._answered
         poll_started = self._poll_started
-        silent = {node: answered - at for node, (_, at) in self._seen.items()}
+        seen = dict(self._seen)  # the thread adds nodes
+        silent = {node: answered - at for node, (_, at) in seen.items()}
         if poll_started is not None and now - poll_started > 2 * ASK_SECONDS:
             # If the store does not answer, the entries of the other nodes are outdated, too. Time
             # before the poll is not counted, because this launcher itself may have been stopped.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
@@ -265,3 +266,19 @@ def test_a_machine_whose_launcher_disappeared_counts_as_ended() -> None:
     assert within(PATIENCE, lambda: f"{peers.FINISHED_KEY}/1" in lines[0]._texts)
     lines[0].set(f"{peers.GONE}/1", "ended")
     assert not within(0.2, first.failure_of_others), "it said before that all went well"
+
+
+def test_a_node_may_appear_while_the_silence_of_the_others_is_checked() -> None:
+    class Entry(tuple[Any, ...]):
+        def __iter__(self) -> Iterator[Any]:
+            watch._seen[2] = ("", 0.0)  # as the thread does
+            return super().__iter__()
+
+    watch = PeerWatch.__new__(PeerWatch)
+    watch._failure_elsewhere = watch._poll_started = None
+    watch._answered = 0.0
+    watch._dead_after = math.inf
+    watch._logged_silent = set()
+    watch._names = {}
+    watch._seen = {1: Entry(("", 0.0))}  # type: ignore[dict-item]
+    assert watch.failure_of_others() is None
