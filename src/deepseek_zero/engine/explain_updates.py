@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..base.device import CPU
 from ..kernels import cuda
 from ..kernels.choice import available
+from ..kernels.rules import known_rule
 from ..optim.sharded import ShardedOptimizer
 
 
@@ -15,13 +16,13 @@ def explain_updates(optimizer: ShardedOptimizer) -> list[str]:
     """
     shards = optimizer.shards()
     name = type(optimizer.inner).__name__
-    rules = [optimizer.shard_set.one_pass.rule(group) for group in optimizer.param_groups]
+    rules = [known_rule(optimizer.inner, group) for group in optimizer.param_groups]
     count = sum(
         shard.has_kernel and rule is not None
         for of_group, rule in zip(optimizer.shard_set.shards_by_group, rules, strict=True)
         for shard in of_group
     )
-    if refused := optimizer.shard_set.one_pass.refused:
+    if optimizer.updater.kernels and (refused := optimizer.shard_set.one_pass.refused):
         return [
             f"updates: {name} by PyTorch: no exact kernel of {refused} can be compiled on this "
             "machine"

@@ -41,7 +41,7 @@ from ..optim.master_shard import MasterShard, Tile, Tiles, collected
 from ..optim.moments import Moments
 from ..optim.offloaded_states import prefetch, staged_ranges, storage_ranges
 from ..optim.policy_state import Stepping
-from ..optim.tile_memory import PrefetchSettings, Scratch, StorageRange
+from ..optim.tile_memory import PrefetchSettings, StorageRange, TileScratch
 from ..optim.update_policy import UpdatePolicy
 from ..optim.updater import Updater
 from ..precision.loss_scale import LossScaler
@@ -399,7 +399,7 @@ class UndoLog:
 
     _inner: Optimizer
     _moments: Moments
-    _scratch: Scratch
+    _scratch: TileScratch
     # For each update, the functions that undo it
     _entries: list[list[Callable[[], object]]] = field(default_factory=list)
     _memory: Tensor | None = None

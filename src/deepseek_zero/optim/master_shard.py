@@ -13,7 +13,7 @@ from ..precision.policy import scratch_numel
 from ..sharding.grad_sum import GradSum
 from ..sharding.main_weight import MasterWeight
 from ..sharding.param_group import ParamGroup
-from .tile_memory import Scratch
+from .scratch import Scratch
 
 GradSource = Callable[[ParamGroup], GradSum]  # the gradient that a group is updated from
 
@@ -78,13 +78,18 @@ class MasterShard:
             return False
         return {self.group.members[number].name for number in absent}.issuperset(self.names)
 
+    def part_of(self, scratch: Scratch, what: str) -> Tensor:
+        """Return this shard's part of a scratch buffer, in the dtype of the main weight."""
+        buffer = scratch.take(what, self.master.dtype, self.master.update_device)
+        return buffer[self.at : self.at + self.numel]
+
     def load_values(self, scratch: Scratch) -> None:
         """Load the main weight into `param`, through `scratch` unless it is updated in place."""
         self.group.guard.before_write()
         values = self.master.in_place_view(self.start, self.stop)
         home = self.master.update_device
         if values is None:
-            into = scratch.take("masters", self.master.dtype, home)[self.at : self.at + self.numel]
+            into = self.part_of(scratch, "masters")
             helper = None
             if self.master.is_split:
                 helper = scratch.take(

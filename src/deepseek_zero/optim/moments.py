@@ -21,7 +21,7 @@ from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storag
 from ..tiers.tier import Storage, Tier
 from .master_shard import MasterShard
 from .param_overlap import random_bits
-from .tile_memory import Scratch, StorageRange
+from .tile_memory import StorageRange, TileScratch
 
 
 @dataclass(eq=False)
@@ -58,7 +58,7 @@ class Moments:
         scratch: The buffers into which moments are decoded for an update.
     """
 
-    def __init__(self, inner: Optimizer, scratch: Scratch) -> None:
+    def __init__(self, inner: Optimizer, scratch: TileScratch) -> None:
         self._inner = inner
         self._scratch = scratch
         self._of_group: dict[int, dict[str, Moment]] = {}  # by id of the group, then by name

@@ -8,7 +8,7 @@ operations. Both give the same bits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -162,17 +162,9 @@ class OnePass:
     def _threads(self) -> int:
         return threads_for(ranks_of_this_host())
 
-    def rule(self, hypers: Mapping[str, Any]) -> Rule | None:
-        """Return the update formula for hyper-parameters; None if no kernel computes it.
-
-        Args:
-            hypers: The hyper-parameters of a parameter group.
-        """
-        return known_rule(self._inner, hypers)
-
     def group(self, hypers: Mapping[str, Any]) -> GroupUpdate | None:
         """Return how kernels update a parameter group's shards, or None if PyTorch updates them."""
-        rule = self.rule(hypers)
+        rule = known_rule(self._inner, hypers)
         return GroupUpdate(rule, hypers) if rule is not None else None
 
     def variant(self, param: Tensor, group: GroupUpdate) -> Variant | None:
@@ -207,8 +199,23 @@ class OnePass:
             self.refused = variant.rule
         return bool(is_exact)
 
+    def compile_for(self, hypers: Mapping[str, Any], shards: Iterable[MasterShard]) -> None:
+        """Compile the kernels of some shards, so that no step waits for it.
+
+        Args:
+            hypers: The hyper-parameters of the shards.
+            shards: Shards of one parameter group of the optimizer.
+        """
+        kinds = {
+            (planned_layout(shard.group.plan), shard.master.update_device): shard.group.plan
+            for shard in shards
+            if shard.has_kernel
+        }
+        for (_, device), plan in kinds.items():
+            self.compile(plan, hypers, device)
+
     def compile(self, plan: ShardPlan, hypers: Mapping[str, Any], device: torch.device) -> None:
-        """Compile the kernels of a planned group, so that no step waits for it.
+        """Compile the kernels of a planned group.
 
         Args:
             plan: The plan of a group that kernels update.

@@ -14,7 +14,7 @@ from ..sharding.runtime import Runtime
 from .master_shard import MasterShard, Tiles
 from .moments import Moments
 from .step_settings import StepSettings
-from .tile_memory import Scratch
+from .tile_memory import TileScratch
 from .updater import Updater
 
 
@@ -25,7 +25,7 @@ class Stepping(Protocol):
     inner: Optimizer
     updater: Updater
     moments: Moments
-    scratch: Scratch
+    scratch: TileScratch
     scaler: LossScaler | None
     settings: StepSettings
 

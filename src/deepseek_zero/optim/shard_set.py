@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,15 @@ from .initial_states import InitialStates, makes_states, state_of_first_step, st
 from .master_shard import MasterShard, Tile, Tiles
 from .moments import Moments
 from .offloaded_states import update_offloaded
-from .one_pass import OnePass, planned_layout
 from .param_groups import are_updated_on_cpu, prefer_fused, with_replacements
 from .param_overlap import ParamOverlap, overlaps_of
 from .step_settings import StepSettings, update_settings_of
-from .tile_memory import Scratch
+from .tile_memory import TileScratch
 from .update_policy import UpdatePolicy
 from .updater import Updater, in_turn
+
+if TYPE_CHECKING:
+    from .one_pass import OnePass
 
 
 class ShardSet:
@@ -58,7 +61,6 @@ class ShardSet:
         inner: The optimizer that computes updates.
         moments: The states of that optimizer.
         updater: Runs the inner optimizer over the tiles.
-        one_pass: Updates shards with kernels; attached to `updater` if a kernel fits a shard.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class ShardSet:
         if planned is None:
             whole = [group for group, uncut in zip(groups, self.uncut, strict=True) if uncut]
             relayout_whole(runtime, whole)
-        self.scratch = Scratch(runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget)
+        self.scratch = TileScratch(
+            runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget
+        )
         self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.names_by_group = list(map(trained_names, self.params_by_group))
         self.inner: Optimizer
@@ -140,7 +144,6 @@ class ShardSet:
         self.moments = Moments(self.inner, self.scratch)
         numel = sum(shard.numel for shard in self.all())
         self.updater = Updater(self.inner, self.scratch, numel)
-        self.one_pass = OnePass(self.inner)
         prefer_fused(self.inner, on_cpu=are_updated_on_cpu(self.runtime))
         # Plan again now that the optimizer's class is known, because it decides about kernels
         self.tiles = tiles_of(self.plan, self.shards_by_group)
@@ -160,6 +163,13 @@ class ShardSet:
             updater.kernels = [partial(self.one_pass.update_tile, moments=self.moments)]
         is_stored = any(shard.group.plan.moments_external for shard in shards)
         updater.stored = [self.moments] if is_stored else []
+
+    @cached_property
+    def one_pass(self) -> OnePass:
+        """Updates shards with kernels. It is imported only if there is a kernel for a shard."""
+        module = import_module("deepseek_zero.optim.one_pass")
+        one_pass: OnePass = module.OnePass(self.inner)
+        return one_pass
 
     def all(self) -> list[MasterShard]:
         """Return all shards that this rank updates, in the order of parameter groups."""
@@ -181,14 +191,9 @@ class ShardSet:
 
     def compile_kernels(self) -> None:
         """Compile the kernels that update the shards, so that no step waits for it."""
-        for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
-            kinds = {
-                (planned_layout(shard.group.plan), shard.master.update_device): shard.group.plan
-                for shard in shards
-                if shard.has_kernel
-            }
-            for (_, device), plan in kinds.items():
-                self.one_pass.compile(plan, group, device)
+        if self.updater.kernels:
+            for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
+                self.one_pass.compile_for(group, shards)
 
     def _update_settings(
         self, optimizer: str, groups: Sequence[Mapping[str, Any]]

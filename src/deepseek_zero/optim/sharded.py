@@ -24,6 +24,12 @@ class ShardedOptimizer(TorchInterface):
     `inner` computes the updates; `TorchInterface` forwards attributes to it. `shard_set` cuts the
     main weights of this rank into shards, combines them into tiles, and has the objects that
     update them: `moments` (the states of `inner`), `updater`, and the buffers in `scratch`.
+
+    Attributes:
+        overflow: Whether the last step was skipped because gradients were not finite.
+        steps: The number of calls of `step`.
+        last: The result of the last step.
+        last_norm: The gradient norm of the last step that was not skipped.
     """
 
     def __init__(self, shards: ShardSet) -> None:
@@ -35,19 +41,11 @@ class ShardedOptimizer(TorchInterface):
         Note:
             Collective: every rank must call it.
         """
-        self.shard_set = shards
-        self.policies = shards.policies
-        self.runtime = shards.runtime
-        self.settings = shards.settings
-        self.scaler = shards.scaler
-        self.inner = shards.inner
-        self.moments = shards.moments
-        self.updater = shards.updater
-        self.scratch = shards.scratch
+        super().__init__(shards)
         self.overflow = False
-        self.steps = 0  # calls of `step`
+        self.steps = 0
         self.last: StepResult | None = None
-        self.last_norm = 0.0  # gradient norm of the last step that was not skipped
+        self.last_norm = 0.0
         for policy in self.policies:
             policy.attach(self)
             policy.tiles_changed(shards.tiles)

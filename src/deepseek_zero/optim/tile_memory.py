@@ -1,14 +1,13 @@
-"""Memory for updates of tiles: shared buffers, and states that come from other memories.
+"""Memory for updates of tiles: buffers that grow, and states that come from other memories.
 
-Checkpoints read states through the same classes. Without offload a tile has no states in other
-memories.
+Checkpoints read states through the same classes.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -17,56 +16,14 @@ from torch import Tensor
 
 from ..base.nested import is_subclass
 from ..base.work import Work
-from ..tiers.budget import DeviceBudget
 from ..tiers.tier import COMPLETED, CopyEvent, StagedTile, Storage
+from .scratch import Scratch
 
 T = TypeVar("T")
 
 
-@dataclass
-class Scratch:
-    """Buffers that all tiles share during updates.
-
-    The buffer "grads" holds gradients that are cast, unscaled and clipped. The buffer "masters"
-    holds main weights that are joined from their two halves (precision/policy.py).
-
-    Attributes:
-        device: The training device. Its buffers are counted in `budget`.
-        numel: Elements of the largest tile, by device that runs updates.
-        budget: Memory budget of the training device.
-        kept: Allocated buffers by name and device.
-    """
-
-    device: torch.device
-    numel: dict[torch.device, int] = field(default_factory=dict)
-    budget: DeviceBudget = field(default_factory=DeviceBudget)
-    kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
-
-    def take(
-        self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None
-    ) -> Tensor:
-        """Return an uninitialized, named buffer; allocate it on first use.
-
-        Args:
-            what: The name of the buffer; calls with the same name get the same memory.
-            dtype: Data type. A buffer of another type is replaced.
-            home: Device that runs the update.
-            numel: Number of elements; by default those of the largest tile.
-
-        Returns:
-            The flat buffer, whose values are undefined.
-
-        Raises:
-            OutOfMemoryError: The budget of the training device does not allow the allocation.
-        """
-        found = self.kept.get((what, home))
-        if found is None or found.dtype != dtype:
-            numel = self.numel[home] if numel is None else numel
-            self._count(home, numel * dtype.itemsize, "buffers of an optimizer's step")
-            if found is not None:
-                self._count(home, -found.nbytes, "")
-            self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
-        return found
+class TileScratch(Scratch):
+    """Scratch buffers that grow with tiles, and that can be freed."""
 
     def grow(self, fullest: Mapping[torch.device, int]) -> None:
         """Enlarge the buffers for larger tiles.
@@ -83,26 +40,12 @@ class Scratch:
             for what, device in list(self.kept):
                 # The placeholder and the undo log do not depend on the size of tiles.
                 if device == home and what not in ("nothing", "undo"):
-                    self._count(home, -self.kept.pop((what, device)).nbytes, "")
+                    self.count(home, -self.kept.pop((what, device)).nbytes, "")
 
     def drop(self, what: str) -> None:
         """Free all buffers with this name."""
         for key in [key for key in self.kept if key[0] == what]:
-            self._count(key[1], -self.kept.pop(key).nbytes, "")
-
-    def placeholder(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
-        """Return a placeholder for values that are stored elsewhere: one NaN, expanded to a shape.
-
-        Args:
-            shape: Shape of the tensor.
-            dtype: Data type of the NaN if it is not allocated yet.
-            home: Device of the tensor.
-        """
-        key = "nothing", home
-        if key not in self.kept:
-            self._count(home, dtype.itemsize, "a placeholder for values in other memories")
-            self.kept[key] = torch.full((), float("nan"), dtype=dtype, device=home)
-        return self.kept[key].expand(shape)
+            self.count(key[1], -self.kept.pop(key).nbytes, "")
 
     def is_placeholder(self, value: object) -> bool:
         """Return whether a value is a placeholder for values that are stored elsewhere."""
@@ -110,10 +53,6 @@ class Scratch:
             return False
         nothing = self.kept.get(("nothing", value.device))
         return nothing is not None and value.data_ptr() == nothing.data_ptr()
-
-    def _count(self, home: torch.device, nbytes: int, what: str) -> None:
-        if home == self.device:
-            self.budget.reserve(nbytes, what)
 
 
 @dataclass(frozen=True)

@@ -25,22 +25,39 @@ class TorchInterface(ScalesItself, Optimizer):
 
     `Optimizer.__init__` is not called, because it would require parameters.
 
+    Args:
+        shards: The shards of the optimizer.
+
     Attributes:
-        inner: The optimizer that computes the updates.
         shard_set: The shards of the main weights, which `inner` updates.
+        policies: The update policies, the same on every rank.
+        runtime: The runtime of the wrapped model.
+        settings: The settings of a step.
         scaler: The loss scaler, or None.
+        inner: The optimizer that computes the updates.
+        moments: The states of `inner`.
+        updater: Runs `inner` over the shards.
+        scratch: The buffers of updates.
         steps: The number of calls of `step`.
         take_step: A weak reference to a function that takes a step of the engine that owns the
             optimizer; it returns None without an engine.
     """
 
-    inner: Optimizer
-    shard_set: ShardSet
-    scaler: LossScaler | None
     steps: int
     take_step: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
     _step: Step
     _added_params: AddedParams
+
+    def __init__(self, shards: ShardSet) -> None:
+        self.shard_set = shards
+        self.policies = shards.policies
+        self.runtime = shards.runtime
+        self.settings = shards.settings
+        self.scaler: LossScaler | None = shards.scaler
+        self.inner: Optimizer = shards.inner
+        self.moments = shards.moments
+        self.updater = shards.updater
+        self.scratch = shards.scratch
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -75,8 +92,7 @@ class TorchInterface(ScalesItself, Optimizer):
 
     def policy(self, cls: type[P]) -> P | None:
         """Return the update policy of this class, or None if the optimizer has none."""
-        policies = self.shard_set.policies
-        return next((policy for policy in policies if isinstance(policy, cls)), None)
+        return next((policy for policy in self.policies if isinstance(policy, cls)), None)
 
     def shards(self) -> list[MasterShard]:
         """Return all shards that this rank updates, in the order of parameter groups."""

@@ -17,7 +17,7 @@ from .inner_step import Decision, InnerStep
 from .master_shard import MasterShard, Tile
 from .moments import Moments
 from .param_overlap import random_bits
-from .tile_memory import Scratch
+from .scratch import Scratch
 from .update_guard import UpdateGuard
 
 Update = Callable[[Tile, Decision], None]
@@ -108,13 +108,10 @@ class Updater:
 
     def _scaled(self, shard: MasterShard, grad: Tensor, factor: float) -> Tensor:
         """Return a gradient times a factor, in the dtype and on the device of the update."""
-        dtype = shard.param.dtype
-        home = shard.master.update_device
-        is_alike = grad.dtype == dtype and grad.device == home
+        is_alike = grad.dtype == shard.param.dtype and grad.device == shard.master.update_device
         if is_alike and factor == 1.0:
             return grad
-        buffer = self.scratch.take("grads", dtype, home)
-        scaled = buffer[shard.at : shard.at + shard.numel].view(grad.shape)
+        scaled = shard.part_of(self.scratch, "grads").view(grad.shape)
         if is_alike:
             return torch.mul(grad, factor, out=scaled)
         scaled.copy_(grad)
