@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..base.errors import CheckpointError
 from ..base.nested import inner_tensors, is_subclass
 from ..optim.master_shard import MasterShard
-from ..optim.param_overlap import ParamOverlap, overlaps_of
+from ..optim.param_overlap import ParamOverlap, overlaps_of, rank_of
 from ..optim.sharded import ShardedOptimizer
 from ..optim.tile_memory import StorageRange
 from ..planner.extras import feedback_of
@@ -335,7 +335,7 @@ def _owned_moment_items(
     At stage 0 every rank has the whole moment. `read` returns the moment of the whole shard.
     """
     shard = overlap.shard
-    low, high = shard.group.layout.owned(overlap.slot, shard.rank)
+    low, high = shard.group.layout.owned(overlap.slot, rank_of(shard))
     start = max(overlap.start, low - overlap.slot.start)
     stop = min(overlap.stop, high - overlap.slot.start)
     if start < stop:
@@ -365,7 +365,7 @@ def _whole_state_items(
             'give the optimizer class the attribute granularity = "tensor".',
         )
     group = overlap.shard.group
-    low, high = group.layout.bounds(overlap.shard.rank)
+    low, high = group.layout.bounds(rank_of(overlap.shard))
     replicated = group.master is not None and group.master.placement is R
     if not replicated or low <= overlap.slot.start < high:
         chunk = chunks.of(WHOLE, group.members[overlap.number], key, 0, value.numel())

@@ -222,7 +222,7 @@ class Observer:
             comm_bytes=sent,
             step_seconds=seconds,
             loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
-            skipped=optimizer.overflow,
+            skipped=optimizer.last.overflow,
             promoted=promoted,
         )
         if self.device.type == "cpu":  # no device to wait for, so the loss is read at once

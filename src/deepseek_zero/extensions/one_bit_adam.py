@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..base.errors import UsageError
 from ..comm.collectives import propagate_errors
+from ..optim.param_overlap import rank_of
 from ..optim.policy_state import Stepping
 from ..optim.update_policy import UpdatePolicy
 from ..optim.verdict import StepResult
@@ -201,7 +202,7 @@ class MomentumSteps(UpdatePolicy):
                 continue
             first = shard.start
             if shard.master.placement is R:
-                first -= shard.rank * len(found)
+                first -= rank_of(shard) * len(found)
             low = max(0, first)
             high = min(len(found), first + shard.numel)
             if low < high:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
 
-from ..optimizers.plain_steps import raw_step
+from ..optimizers.plain_steps import raw_step, split_by_state
 from ..precision.policy import settle_update
-from .master_shard import GradSource, MasterShard, Tile, collected
+from .master_shard import GradSource, Tile, collected
 from .param_groups import Hypers, with_hypers
 
 
@@ -31,52 +30,30 @@ class Decision:
     source: GradSource = collected
 
 
-class InnerStep:
-    """Runs the inner optimizer's own step, with the shards of a tile as its parameters.
+def run_inner(inner: Optimizer, tile: Tile, hypers: Hypers | None) -> None:
+    """Update the shards of a tile by an optimizer's own step.
 
     Args:
         inner: The optimizer that computes updates.
+        tile: The shards and the numbers of their parameter groups.
+        hypers: The hyper-parameters of the update; None for the current ones.
     """
+    for part in split_by_state(inner, tile):
+        with nullcontext() if hypers is None else with_hypers(inner, hypers):
+            _step(inner, part)
+    groups = inner.param_groups if hypers is None else hypers
+    for number, shard in tile:
+        settle_update(inner, groups[number], shard.param)
 
-    def __init__(self, inner: Optimizer) -> None:
-        self.inner = inner
 
-    def run(self, tile: Tile, with_gradient: Sequence[MasterShard], hypers: Hypers | None) -> None:
-        """Update the shards of a tile.
-
-        Args:
-            tile: The shards and the numbers of their parameter groups.
-            with_gradient: The shards of the tile that have a gradient.
-            hypers: The hyper-parameters of the update; None for the current ones.
-        """
-        for part in self._alike(tile, with_gradient):
-            with nullcontext() if hypers is None else with_hypers(self.inner, hypers):
-                self._step(part)
-        groups = self.inner.param_groups if hypers is None else hypers
-        for number, shard in tile:
-            settle_update(self.inner, groups[number], shard.param)
-
-    def _alike(self, tile: Tile, with_gradient: Sequence[MasterShard]) -> list[Tile]:
-        """Split a tile into shards with and without optimizer state.
-
-        Shards that were unfrozen later have no state yet. PyTorch's fused SGD does not accept both
-        in one call.
-        """
-        new = {id(shard) for shard in with_gradient if not self.inner.state.get(shard.param)}
-        if not new or len(new) == len(with_gradient):
-            return [tile]
-        return [
-            [item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)
-        ]
-
-    def _step(self, tile: Tile) -> None:
-        """Call the inner optimizer once for the shards of a tile."""
-        groups = self.inner.param_groups
-        before = [group["params"] for group in groups]
-        try:
-            for number, group in enumerate(groups):
-                group["params"] = [shard.param for owner, shard in tile if owner == number]
-            raw_step(self.inner)()
-        finally:
-            for group, params in zip(groups, before, strict=True):
-                group["params"] = params
+def _step(inner: Optimizer, tile: Tile) -> None:
+    """Call the inner optimizer once, with the shards of a tile as its parameters."""
+    groups = inner.param_groups
+    before = [group["params"] for group in groups]
+    try:
+        for number, group in enumerate(groups):
+            group["params"] = [shard.param for owner, shard in tile if owner == number]
+        raw_step(inner)()
+    finally:
+        for group, params in zip(groups, before, strict=True):
+            group["params"] = params

@@ -59,11 +59,6 @@ class MasterShard:
         assert self.group.master is not None
         return self.group.master
 
-    @property
-    def rank(self) -> int:
-        """This rank's index in the shard group."""
-        return self.group.comm_ctx.comm.rank
-
     def grad(self, source: GradSource) -> Tensor | None:
         """Return the gradient of the shard in the shape of `param`, or None if there is none."""
         if self.is_absent(source):

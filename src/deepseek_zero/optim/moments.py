@@ -329,7 +329,7 @@ class Moments:
                 storage = Storage(
                     torch.zeros(numel, dtype=stored, device=shard.master.update_device)
                 )
-                self._scratch.budget.reserve_for(storage, storage.memory.nbytes, what)
+                group.comm_ctx.tiers.budget.reserve_for(storage, storage.memory.nbytes, what)
             else:
                 storage = group.comm_ctx.tiers.reserve(
                     plan.moments.tier, numel, stored, what, is_copied=False
@@ -344,7 +344,7 @@ class Moments:
                 name: None if getattr(value, "shape", None) == shard.param.shape else value
                 for name, value in state.items()
             }
-        self._scratch.budget.count_states(shard, shard.names, state)
+        shard.group.comm_ctx.tiers.budget.count_states(shard, shard.names, state)
 
 
 def _changed_state(shard: MasterShard, name: str, value: Tensor) -> UsageError:

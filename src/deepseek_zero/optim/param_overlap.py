@@ -54,7 +54,7 @@ def overlaps_of(shard: MasterShard) -> Iterator[ParamOverlap]:
     Args:
         shard: The shard, whose parameters are visited in the order of the layout.
     """
-    low = 0 if shard.master.placement is R else shard.group.layout.bounds(shard.rank)[0]
+    low = 0 if shard.master.placement is R else shard.group.layout.bounds(rank_of(shard))[0]
     first = low + shard.start
     last = low + shard.stop
     for number, member in enumerate(shard.group.members):
@@ -65,6 +65,11 @@ def overlaps_of(shard: MasterShard) -> Iterator[ParamOverlap]:
             yield ParamOverlap(
                 slot, start - slot.start, stop - slot.start, shard, start - first, number
             )
+
+
+def rank_of(shard: MasterShard) -> int:
+    """Return this rank's index in the shard group of a shard."""
+    return shard.group.comm_ctx.comm.rank
 
 
 def random_bits(shard: MasterShard, chance: StochasticRounding, state: str) -> Tensor:

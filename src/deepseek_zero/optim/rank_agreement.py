@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,33 +55,45 @@ def compare_optimizers(shards: ShardSet) -> None:
     )
 
 
-def report_idle(runtime: Runtime, verdict: Verdict, step: int, idle_steps: int) -> None:
-    """Warn that no rank has a gradient, so nothing is updated.
+class IdleReport:
+    """Warns of steps in which no rank has a gradient, so nothing is updated.
 
     Args:
-        runtime: The runtime of the wrapped model, whose parameter names appear in messages.
-        verdict: The gradient norm and the other facts that all ranks agreed on.
-        step: The number of the step.
-        idle_steps: The number of such steps so far. The 1st, 2nd, 4th, 8th ... are logged.
-
-    Raises:
-        UsageError: A rank's loss had no graph; raised on all ranks.
+        runtime: The runtime of the wrapped model.
     """
-    if verdict.flags.any_graphless:
-        runtime.backward.discard_step()
-        raise UsageError(
-            f"step {step}: no rank's loss required a gradient, so there is nothing to update with.",
-            "The loss was computed under torch.no_grad(), detached, or made of parameters that "
-            "are frozen.",
-            "compute it from the model's outputs with gradients on; a rank alone may be without.",
-        )
-    if idle_steps & (idle_steps - 1) == 0:
-        log_once(
-            f"step {step}: no gradient has reached the model since the last step, on any "
-            "rank, so nothing was updated.\n  What to do: call backward before step(); leave "
-            "out both where a batch is passed over.",
-            logging.WARNING,
-        )
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._idle_steps = 0
+
+    def report(self, verdict: Verdict, step: int) -> None:
+        """Log the 1st, 2nd, 4th, 8th ... of these steps.
+
+        Args:
+            verdict: The gradient norm and the other facts that all ranks agreed on.
+            step: The number of the step.
+
+        Raises:
+            UsageError: A rank's loss had no graph; raised on all ranks.
+        """
+        self._idle_steps += 1
+        if verdict.flags.any_graphless:
+            self._runtime.backward.discard_step()
+            raise UsageError(
+                f"step {step}: no rank's loss required a gradient, so there is nothing to update "
+                "with.",
+                "The loss was computed under torch.no_grad(), detached, or made of parameters that "
+                "are frozen.",
+                "compute it from the model's outputs with gradients on; a rank alone may be "
+                "without.",
+            )
+        if self._idle_steps & (self._idle_steps - 1) == 0:
+            log_once(
+                f"step {step}: no gradient has reached the model since the last step, on any "
+                "rank, so nothing was updated.\n  What to do: call backward before step(); leave "
+                "out both where a batch is passed over.",
+                logging.WARNING,
+            )
 
 
 def refuse_disagreement(shards: ShardSet, verdict: Verdict) -> None:
@@ -132,6 +145,15 @@ def refuse_disagreement(shards: ShardSet, verdict: Verdict) -> None:
             "use a block's parameters in one checkpoint (or none) of the forward, or leave the "
             "gradients as they are.",
         )
+
+
+Measure = Callable[[Runtime, list[dict[str, Any]], StepMessage], Verdict]
+
+
+def measure_of(runtime: Runtime) -> Measure:
+    """Return the function that computes the gradient norm of a model."""
+    has_pieces = runtime.comm.whole is not runtime.comm
+    return agree_over_pieces if has_pieces else agree_on_norm
 
 
 def agree_over_pieces(

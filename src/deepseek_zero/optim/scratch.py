@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,15 +19,13 @@ class Scratch:
     holds main weights that are joined from their two halves (precision/policy.py).
 
     Attributes:
-        device: The training device. Its buffers are counted in `budget`.
-        numel: Elements of the largest tile, by device that runs updates.
-        budget: Memory budget of the training device.
+        budgets: The memory budget of each device that runs updates.
+        numel: Elements of the largest tile, by device.
         kept: Allocated buffers by name and device.
     """
 
-    device: torch.device
+    budgets: Mapping[torch.device, DeviceBudget]
     numel: dict[torch.device, int] = field(default_factory=dict)
-    budget: DeviceBudget = field(default_factory=DeviceBudget)
     kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def take(
@@ -49,9 +48,9 @@ class Scratch:
         found = self.kept.get((what, home))
         if found is None or found.dtype != dtype:
             numel = self.numel[home] if numel is None else numel
-            self.count(home, numel * dtype.itemsize, "buffers of an optimizer's step")
+            self.budgets[home].reserve(numel * dtype.itemsize, "buffers of an optimizer's step")
             if found is not None:
-                self.count(home, -found.nbytes, "")
+                self.budgets[home].release(found.nbytes)
             self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
         return found
 
@@ -65,11 +64,6 @@ class Scratch:
         """
         key = "nothing", home
         if key not in self.kept:
-            self.count(home, dtype.itemsize, "a placeholder for values in other memories")
+            self.budgets[home].reserve(dtype.itemsize, "a placeholder for values in other memories")
             self.kept[key] = torch.full((), float("nan"), dtype=dtype, device=home)
         return self.kept[key].expand(shape)
-
-    def count(self, home: torch.device, nbytes: int, what: str) -> None:
-        """Count bytes in the budget if `home` is the training device."""
-        if home == self.device:
-            self.budget.reserve(nbytes, what)

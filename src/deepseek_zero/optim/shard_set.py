@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -25,6 +26,7 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.regroup import relayout
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
+from ..tiers.budget import DeviceBudget
 from .initial_states import InitialStates, makes_states, state_of_first_step, states_at_construction
 from .master_shard import MasterShard, Tile, Tiles
 from .moments import Moments
@@ -104,8 +106,9 @@ class ShardSet:
         if planned is None:
             whole = [group for group, uncut in zip(groups, self.uncut, strict=True) if uncut]
             relayout_whole(runtime, whole)
+        budget = runtime.comm_ctx.tiers.budget  # of the training device; others have no limit
         self.scratch = TileScratch(
-            runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget
+            defaultdict(DeviceBudget, {runtime.comm_ctx.pool.device: budget})
         )
         self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.names_by_group = list(map(trained_names, self.params_by_group))

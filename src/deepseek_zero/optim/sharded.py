@@ -8,8 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from ..base.device import adopt_step_hooks
-from .added_params import AddedParams
 from .rank_agreement import compare_optimizers
 from .shard_set import ShardSet
 from .step import Step
@@ -26,7 +24,6 @@ class ShardedOptimizer(TorchInterface):
     update them: `moments` (the states of `inner`), `updater`, and the buffers in `scratch`.
 
     Attributes:
-        overflow: Whether the last step was skipped because gradients were not finite.
         steps: The number of calls of `step`.
         last: The result of the last step.
         last_norm: The gradient norm of the last step that was not skipped.
@@ -42,22 +39,18 @@ class ShardedOptimizer(TorchInterface):
             Collective: every rank must call it.
         """
         super().__init__(shards)
-        self.overflow = False
         self.steps = 0
         self.last: StepResult | None = None
         self.last_norm = 0.0
         for policy in self.policies:
             policy.attach(self)
             policy.tiles_changed(shards.tiles)
-        adopt_step_hooks(self, self.inner)  # they run around this optimizer's step
         compare_optimizers(shards)
         shards.take_initial_states()
         for group in self.runtime.trained_groups:
             group.optimizer = weakref.ref(self)
         self._step = Step(shards)
         shards.compile_kernels()
-        self._added_params = AddedParams(shards, weakref.ref(self))
-        self.runtime.added_params = weakref.ref(self._added_params)
 
     def step(  # type: ignore[override]
         self,
@@ -109,6 +102,5 @@ class ShardedOptimizer(TorchInterface):
         """
         self.steps = number if number is not None else self.steps + 1
         self.last = self._step.run(message, self.steps)
-        self.overflow = self.last.overflow
         if not self.last.skipped:
             self.last_norm = self.last.norm

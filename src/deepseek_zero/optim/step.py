@@ -17,14 +17,14 @@ from .inner_step import Decision
 from .master_shard import tiles_by_group
 from .nonfinite import NonFiniteReport
 from .rank_agreement import (
-    agree_over_pieces,
+    IdleReport,
     equalise_edits,
+    measure_of,
     refuse_disagreement,
-    report_idle,
 )
 from .shard_set import ShardSet
 from .step_message import StepMessage
-from .verdict import StepResult, Verdict, agree_on_norm, clip_factor
+from .verdict import StepResult, Verdict, clip_factor
 
 
 class Step:
@@ -34,9 +34,8 @@ class Step:
         self.shards = shards
         self.runtime = shards.runtime
         self.policies = shards.policies
-        has_pieces = self.runtime.comm.whole is not self.runtime.comm
-        self._measure = agree_over_pieces if has_pieces else agree_on_norm
-        self._idle_steps = 0  # steps in which no rank had a gradient
+        self._measure = measure_of(self.runtime)
+        self._idle = IdleReport(self.runtime)
         self._nonfinite = NonFiniteReport(shards)
         self._follow_params()
 
@@ -55,8 +54,7 @@ class Step:
         verdict = self._agree(message)
         is_idle = verdict.flags.is_idle and bool(self.runtime.trained_groups)
         if is_idle:
-            self._idle_steps += 1
-            report_idle(self.runtime, verdict, number, self._idle_steps)
+            self._idle.report(verdict, number)
         overflow = not verdict.is_finite and (scaler is not None or shards.settings.check_finite)
         grad_scale = 1.0 if scaler is None else shards.grad_scale
         norm = verdict.norm / grad_scale

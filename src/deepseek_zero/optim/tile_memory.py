@@ -40,12 +40,12 @@ class TileScratch(Scratch):
             for what, device in list(self.kept):
                 # The placeholder and the undo log do not depend on the size of tiles.
                 if device == home and what not in ("nothing", "undo"):
-                    self.count(home, -self.kept.pop((what, device)).nbytes, "")
+                    self.budgets[home].release(self.kept.pop((what, device)).nbytes)
 
     def drop(self, what: str) -> None:
         """Free all buffers with this name."""
         for key in [key for key in self.kept if key[0] == what]:
-            self.count(key[1], -self.kept.pop(key).nbytes, "")
+            self.budgets[key[1]].release(self.kept.pop(key).nbytes)
 
     def is_placeholder(self, value: object) -> bool:
         """Return whether a value is a placeholder for values that are stored elsewhere."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from ..base.device import ScalesItself
+from ..base.device import ScalesItself, adopt_step_hooks
 from ..base.errors import UsageError
 from ..precision.loss_scale import LossScaler
 from .added_params import AddedParams
@@ -16,6 +17,7 @@ from .master_shard import MasterShard
 from .shard_set import ShardSet
 from .step import Step
 from .update_policy import UpdatePolicy
+from .verdict import StepResult
 
 P = TypeVar("P", bound=UpdatePolicy)
 
@@ -39,14 +41,15 @@ class TorchInterface(ScalesItself, Optimizer):
         updater: Runs `inner` over the shards.
         scratch: The buffers of updates.
         steps: The number of calls of `step`.
+        last: The result of the last step.
         take_step: A weak reference to a function that takes a step of the engine that owns the
             optimizer; it returns None without an engine.
     """
 
     steps: int
     take_step: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
+    last: StepResult | None
     _step: Step
-    _added_params: AddedParams
 
     def __init__(self, shards: ShardSet) -> None:
         self.shard_set = shards
@@ -58,6 +61,9 @@ class TorchInterface(ScalesItself, Optimizer):
         self.moments = shards.moments
         self.updater = shards.updater
         self.scratch = shards.scratch
+        adopt_step_hooks(self, self.inner)  # they run around this optimizer's step
+        self._added_params = AddedParams(shards, weakref.ref(self))
+        self.runtime.added_params = weakref.ref(self._added_params)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -89,6 +95,11 @@ class TorchInterface(ScalesItself, Optimizer):
     def loss_scale(self) -> float:
         """The current loss scale, by which losses are multiplied."""
         return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because gradients were not finite."""
+        return self.last is not None and self.last.overflow
 
     def policy(self, cls: type[P]) -> P | None:
         """Return the update policy of this class, or None if the optimizer has none."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..base.progress import FirstWork
 from ..precision.compact import StochasticRounding
-from .inner_step import Decision, InnerStep
+from .inner_step import Decision, run_inner
 from .master_shard import MasterShard, Tile
 from .moments import Moments
 from .param_overlap import random_bits
@@ -51,7 +51,6 @@ class Updater:
         self.in_turn: Callable[[Sequence[Tile], Decision, Update], Iterator[Tile]] = in_turn
         self.kernels: list[Callable[[Tile, Decision], Tile]] = []
         self.stored: list[Moments] = []
-        self._inner_step = InnerStep(inner)
         self.updates = 0  # number of decided updates
         # It may be slow, because it touches the memory of the states for the first time
         self._first_update = FirstWork("first update", numel, "parameters")
@@ -93,7 +92,7 @@ class Updater:
                 shown.append(shard)
                 shard.param.grad = self._scaled(shard, grad, decision.factor)
             if rest:
-                self._inner_step.run(rest, shown, decision.hypers)
+                run_inner(self.inner, rest, decision.hypers)
             done = True
         finally:
             for shard in shown:
@@ -102,8 +101,9 @@ class Updater:
                 shard.store_values(self.scratch, random, keep=done)
                 for moments in self.stored:
                     moments.store(shard, chance, keep=done)
-                states = self.inner.state.get(shard.param, {})
-                self.scratch.budget.count_states(shard, shard.names, states)
+                shard.group.comm_ctx.tiers.budget.count_states(
+                    shard, shard.names, self.inner.state.get(shard.param)
+                )
                 shard.param.grad = None
 
     def _scaled(self, shard: MasterShard, grad: Tensor, factor: float) -> Tensor:

@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from torch import nn
 from torch.optim import Optimizer
+
+
+class HasParam(Protocol):
+    """Interface of an object that an optimizer updates as one parameter."""
+
+    param: nn.Parameter
+
+
+Item = TypeVar("Item", bound=HasParam)
 
 # A second thread would save the undecorated methods as PyTorch's, and restore those
 _ONE_AT_A_TIME = threading.RLock()
@@ -52,3 +62,24 @@ def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
         "deepseek_zero",
     ) and "step" not in vars(optimizer)
     return inspect.unwrap(cls.step).__get__(optimizer) if is_known else optimizer.step
+
+
+def split_by_state(
+    optimizer: Optimizer, tile: Sequence[tuple[int, Item]]
+) -> list[list[tuple[int, Item]]]:
+    """Split items into those whose parameter has a state in an optimizer, and the others.
+
+    Parameters that were unfrozen later have no state yet. PyTorch's fused SGD does not accept both
+    in one call.
+
+    Args:
+        optimizer: The optimizer, which updates the parameters that have a gradient.
+        tile: The items, each with the number of its parameter group.
+    """
+    updated = [item.param for _, item in tile if item.param.grad is not None]
+    new = {id(param) for param in updated if not optimizer.state.get(param)}
+    if not new or len(new) == len(updated):
+        return [list(tile)]
+    return [
+        [item for item in tile if (id(item[1].param) in new) is is_new] for is_new in (False, True)
+    ]

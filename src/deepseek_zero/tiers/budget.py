@@ -72,13 +72,15 @@ class DeviceBudget:
         weakref.finalize(owner, self.release, nbytes).atexit = False
         return owner
 
-    def count_states(self, owner: object, names: Sequence[str], states: Mapping[str, Any]) -> None:
+    def count_states(
+        self, owner: object, names: Sequence[str], states: Mapping[str, Any] | None
+    ) -> None:
         """Count the states that an optimizer allocated, once, until their owner is deleted.
 
         Args:
             owner: The object to which the states belong.
             names: Names of parameters for the error message.
-            states: The states by name; values other than tensors are not counted.
+            states: The states by name, or None; values other than tensors are not counted.
 
         Raises:
             OutOfMemoryError: The limit would be exceeded.
