@@ -31,7 +31,6 @@ SKIPPED = {
     "engine/observer.py": "measures, logs and records",
     "engine/state_offload.py": "refuses steps while engine.offload_states is in force",
     "engine/step_fields.py": "adds the fields of features to the message of a step",
-    "sharding/pool.py": "reuses the memory of buffers and messages",
     "tiers/budget.py": "counts memory of the device",
     "tiers/tier.py": "has the memories of states; a plain step uses `Storage` only",
 }
