@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -157,6 +158,11 @@ def run(options: RunOptions) -> int:
     agent = importlib.import_module("deepseek_zero.cli.agent")
     machine = NodeMachine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
     asked: RankOptions = options
+    if options.as_deepspeed:
+        # DeepSpeed's default of these options
+        names = ("num_gpus", "num_nodes", "node_rank")
+        unset: dict[str, Any] = {name: None for name in names if getattr(options, name) == -1}
+        asked = replace(options, **unset)
     if asked.hostfile is None and DEFAULT_HOSTFILE.is_file():
         asked = replace(asked, hostfile=DEFAULT_HOSTFILE)
     stated = _stated_nodes(asked)

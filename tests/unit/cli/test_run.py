@@ -330,3 +330,10 @@ def test_options_about_cores_and_other_machines_have_no_effect_on_one_machine(
     assert "--bind_cores_to_rank has no effect" in caplog.text
     with pytest.raises(NotBuiltError, match="--ssh_port 2222 cannot start 2 machines"):
         refuse_launcher(options, 2)
+
+
+def test_the_deepspeed_command_accepts_its_defaults() -> None:
+    line = "--num_gpus -1 --num_nodes -1 --node_rank -1 --no_python true"
+    assert run(parse("--as-deepspeed", *line.split())) == 0
+    with pytest.raises(UsageError, match="--num_gpus is -1"):
+        run(parse(*line.split()))
