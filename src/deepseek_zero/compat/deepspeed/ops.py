@@ -32,6 +32,13 @@ class _Made(type):
     order: str
 
     def __call__(cls, *params: Any, **options: Any) -> Any:
+        if isinstance(cls.__base__, _Made):
+            raise NotBuiltError(
+                f"{cls.__name__} is derived from DeepSpeed's {cls.__base__.__name__}.",
+                "A call of that class returns an optimizer of another class, without the methods "
+                "of a derived one.",
+                "derive the class from one of torch.optim, for example AdamW.",
+            )
         given = params[0] if params else options.pop("model_params", options.pop("params", None))
         named = dict(zip(cls.order.split(), params[1:], strict=False))
         settings = {"lr": cls.lr, **named, **options}

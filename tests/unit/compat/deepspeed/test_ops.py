@@ -42,6 +42,15 @@ def test_optimizer_classes_create_torchs_and_recognise_them_with_isinstance() ->
     )
 
 
+def test_a_class_that_is_derived_from_an_optimizer_of_deepspeed_is_refused() -> None:
+    class Own(ops.DeepSpeedCPUAdam):
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError("a method that would never be called")
+
+    with pytest.raises(NotBuiltError, match="Own is derived from DeepSpeed's DeepSpeedCPUAdam"):
+        Own([nn.Parameter(torch.zeros(1))])
+
+
 def test_a_lamb_that_clips_nothing_has_deepspeeds_positional_arguments() -> None:
     made = ops.FusedLamb([nn.Parameter(torch.zeros(1))], 0.5, True, (0.9, 0.99), 1e-8, False, 0, 0)
     assert made.defaults["lr"] == 0.5 and isinstance(made, ops.FusedLamb)
