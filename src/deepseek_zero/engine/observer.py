@@ -176,10 +176,13 @@ class Observer:
     def saw(self, args: tuple[Any, ...]) -> None:
         """Count the tokens of a micro-batch.
 
-        They are the elements of the first integer tensor among the arguments.
+        They are the elements of the first integer tensor among the arguments. A boolean tensor is
+        a mask.
         """
         for value in args:
-            if isinstance(value, Tensor) and not value.is_floating_point():
+            if not isinstance(value, Tensor) or value.dtype is torch.bool:
+                continue
+            if not (value.is_floating_point() or value.is_complex()):
                 self._tokens += value.numel()
                 self.micro_tokens = value.numel()
                 return

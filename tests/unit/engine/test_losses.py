@@ -113,3 +113,11 @@ def test_a_nan_loss_is_recorded() -> None:
 def test_a_loss_that_is_no_tensor_is_not_scaled(loss: Any) -> None:
     with pytest.raises(UsageError, match=f"engine.scale got a {type(loss).__name__}"):
         engine_of().scale(loss)
+
+
+def test_tokens_are_integers_and_masks_are_not() -> None:
+    observer = engine_of().observer
+    observer.saw((x_of(0), torch.ones(2, 4, dtype=torch.bool)))
+    assert observer.micro_tokens is None
+    observer.saw((torch.ones(2, dtype=torch.bool), torch.ones(2, 7, dtype=torch.long)))
+    assert observer.micro_tokens == 14
