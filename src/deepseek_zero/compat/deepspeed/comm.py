@@ -258,7 +258,7 @@ def _comms_logger() -> Any:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Log a summary of the recorded calls on rank 0: number, sizes, times and bandwidths.
+    """Print a summary of the recorded calls on rank 0: number, sizes, times and bandwidths.
 
     Args:
         show_straggler: Whether to include the time that this rank has waited for slower ranks. All

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -21,14 +22,17 @@ from ...base.device import default_device, synchronize
 from . import comm
 from .runtime_utils import get_tensor_bytes
 
+_GATHERS = ("all_gather", "all_gather_into_tensor")
+
 # operation -> function of the number of ranks that returns (algorithm factor, bus factor): bytes
 # that the algorithm moves, and bytes that a link carries, per byte of the message
 FACTORS: dict[str, Callable[[int], tuple[float, float]]] = {
-    **dict.fromkeys(("all_to_all_single", "all_to_all"), lambda n: (1, (n - 1) / n)),
+    # The message is the input: all of a reduce-scatter, one rank's part of an all-gather.
     **dict.fromkeys(
-        ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
-        lambda n: (n, n - 1),
+        ("all_to_all_single", "all_to_all", "reduce_scatter", "reduce_scatter_tensor"),
+        lambda n: (1, (n - 1) / n),
     ),
+    **dict.fromkeys(_GATHERS, lambda n: (n, n - 1)),
     **dict.fromkeys(
         ("all_reduce", "all_reduce_coalesced", "inference_all_reduce"),
         lambda n: (2, 2 * (n - 1) / n),
@@ -147,7 +151,8 @@ class CommsLogger:
             call: The function to call and time.
             raw_name: Name of the operation in FACTORS.
             log_name: Name in the log.
-            args: Positional arguments of the call. The largest tensor is the message size.
+            args: Positional arguments of the call. The largest tensor, for an all-gather the
+                smallest one, is the message.
             kwargs: Keyword arguments of the call.
 
         Returns:
@@ -157,7 +162,8 @@ class CommsLogger:
         began = time.perf_counter()
         found = call(*args, **kwargs)
         synchronize(default_device())
-        size = max(map(get_tensor_bytes, [*args, *kwargs.values()]), default=0)
+        sizes = [size for each in (*args, *kwargs.values()) if (size := get_tensor_bytes(each))]
+        size = min(sizes, default=0) if raw_name in _GATHERS else max(sizes, default=0)
         self.append(raw_name, log_name, (time.perf_counter() - began) * 1e3, size)
         return found
 
@@ -265,7 +271,7 @@ class CommsLogger:
                     f"{key} {value:.2f}" for key, value in row.items() if isinstance(value, float)
                 ]
                 shown = "  ".join([row["msg_size_str"], f"count {row['count']}", *numbers])
-                log_dist(f"{title}: {name}  {shown}")
+                sys.stdout.write(f"{title}: {name}  {shown}\n")
 
     def _stragglers(self, name: str) -> Summary:
         found = {}
