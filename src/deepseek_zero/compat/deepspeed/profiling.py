@@ -227,17 +227,40 @@ def get_model_profile(
     return found
 
 
+_MAGNITUDES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
+def _in_units(number: float, units: str, precision: int, suffix: str) -> str:
+    """Return a number in given units, for example "1.5 TFLOPS".
+
+    Raises:
+        UsageError: There is no such unit.
+    """
+    prefix = units.removesuffix(suffix)
+    if prefix not in _MAGNITUDES:
+        raise UsageError(
+            f"there is no unit {units!r}.",
+            fix=f"name one of {', '.join(filter(None, _MAGNITUDES))}, or leave units out.",
+        )
+    return f"{round(number / _MAGNITUDES[prefix], precision):g} {prefix}{suffix}".strip()
+
+
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
     """Return a number of operations as text, for example 1.5e12 as "1.50TFLOPS".
 
     Args:
         flops: Number of floating-point operations.
-        units: Ignored.
-        precision: Ignored.
+        units: Unit of the result, such as "G"; None for the one that fits.
+        precision: Number of decimals if `units` is given.
 
     Returns:
         The number with its unit.
+
+    Raises:
+        UsageError: There is no such unit.
     """
+    if units is not None:
+        return _in_units(flops, units, precision, "FLOPS")
     return f"{format_count(flops)}FLOPS"
 
 
@@ -246,12 +269,17 @@ def macs_to_string(macs: float, units: str | None = None, precision: int = 2) ->
 
     Args:
         macs: Number of multiply-accumulate operations.
-        units: Ignored.
-        precision: Ignored.
+        units: Unit of the result, such as "G"; None for the one that fits.
+        precision: Number of decimals if `units` is given.
 
     Returns:
         The number with its unit.
+
+    Raises:
+        UsageError: There is no such unit.
     """
+    if units is not None:
+        return _in_units(macs, units, precision, "MACs")
     return f"{format_count(macs)}MACs"
 
 
@@ -260,12 +288,17 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
 
     Args:
         params_num: Number of parameters.
-        units: Ignored.
-        precision: Ignored.
+        units: Unit of the result, such as "G"; None for the one that fits.
+        precision: Number of decimals if `units` is given.
 
     Returns:
         The number with its unit.
+
+    Raises:
+        UsageError: There is no such unit.
     """
+    if units is not None:
+        return _in_units(params_num, units.replace("B", "G"), precision, "")
     return format_count(params_num)
 
 
@@ -274,12 +307,17 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 
     Args:
         duration: Time in seconds.
-        units: Ignored.
-        precision: Ignored.
+        units: Unit of the result, such as "G"; None for the one that fits.
+        precision: Number of decimals if `units` is given.
 
     Returns:
-        The number with its unit.
+        The time with its unit.
+
+    Raises:
+        UsageError: There is no such unit.
     """
+    if units is not None:
+        return _in_units(duration, units, precision, "s")
     return format_seconds(duration)
 
 
