@@ -37,7 +37,6 @@ from deepseek_zero.extensions.deferred_update import DeferredUpdate
 from deepseek_zero.planner.spec import Tier
 from deepseek_zero.report.explain import overlap_share
 from deepseek_zero.report.picture import places_of
-from deepseek_zero.sharding import param_group as group_file
 from deepseek_zero.sharding.grad_sum import GradState
 from deepseek_zero.sharding.pool import Pool
 from deepseek_zero.tiers.disk import ChunkState, Disk, DiskStorage
@@ -196,7 +195,7 @@ def test_holes_of_the_heap_are_returned_with_offloaded_weights(
         list[int](),
     )
     monkeypatch.setattr(memory_file, "trim_heap", lambda: calls.append(1))
-    monkeypatch.setattr(group_file, "FREED_GRADS", memory_file.FreedMemory(limit_bytes=1))
+    monkeypatch.setattr(memory_file, "HOLES_BYTES", 0)
     train_step(engine, Run(3), 0)
     assert bool(calls) is leaves
 

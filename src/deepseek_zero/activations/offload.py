@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import backward_id, queue_backward_callback, version_of
-from ..base.memory import PAGE, FreedMemory
+from ..base.memory import PAGE, GrowingHeap
 from ..base.quantities import ceil_div, format_bytes, rounded_up
 from ..base.work import Work
 from ..comm.context import ranks_of_this_host
@@ -39,8 +39,6 @@ AHEAD = 2  # Checkpoints that are read before backward needs them
 BEHIND = 2  # Checkpoints that may be in flight to the disk
 ALIGNMENT = 64  # Alignment of tensors in bytes
 SMALLEST_BYTES = 4096  # Minimum size of a tensor that is offloaded
-# Bytes of offloaded and restored tensors after which free heap pages are returned to the system
-HOLES_BYTES = 64 << 20
 
 Block = tuple[int, int]  # The bytes [low, high) of an arena
 
@@ -68,8 +66,7 @@ class ActivationOffload:
         self._dropped: deque[int] = deque()
         self._leaving: deque[Work] = deque()
         self._arrived = 0
-        # Freed storages and restored copies, which leave holes in the heap
-        self._freed = FreedMemory(HOLES_BYTES)
+        self._heap = GrowingHeap()  # Freed storages and restored copies leave holes in it
         self._chunk_bytes = self._largest_bytes = 0
         self._backward = -1  # The last backward that ends with a sweep
         self._known: dict[int, KnownTensor] = {}  # By id, while the tensor exists
@@ -145,7 +142,7 @@ class ActivationOffload:
         self._copies.copy_out(tensors, inputs)
         self._arrived += 1
         self._offloaded[self._arrived] = inputs
-        self._freed.add(inputs.nbytes)
+        self._heap.trim()
         self.used_bytes += inputs.nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return OffloadHandle(self, self._arrived)
@@ -179,7 +176,7 @@ class ActivationOffload:
             inputs.storage.evict(*inputs.block)
         if soon and tickets[0].is_done():
             self._copies.prefetch(soon[0], self._offloaded[soon[0]])
-        self._freed.add(inputs.nbytes)
+        self._heap.trim()
         self._sweep_after_backward()
         return found
 

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -43,6 +42,7 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: allocate the pages, kee
 # Largest range of one call, because the driver holds a lock of the whole machine meanwhile
 LOCK_BYTES = 1 << 30
 _TOUCH_BYTES = 32 << 20  # per call of madvise
+HOLES_BYTES = 64 << 20  # growth of the heap after which its holes are returned
 _TRIAL_BYTES = 256 << 20  # after which huge pages are disabled if they are slow
 # bytes per second; a lower rate means that the system moves memory to form huge pages
 SLOW_TOUCH = 1e9
@@ -434,23 +434,43 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(KEPT_BYTES))
 
 
-@dataclass
-class FreedMemory:
-    """Calls `trim_heap` after each `limit_bytes` of freed tensors.
+class _HeapSizes(ctypes.Structure):
+    """The first member of glibc's `struct mallinfo2`, and the size of the others."""
 
-    A call after every tensor would also return memory that the next tensors reuse, and they would
-    get it back page by page.
+    _fields_ = (("arena", ctypes.c_size_t), ("others", ctypes.c_size_t * 9))
+
+
+class GrowingHeap:
+    """Trims the heap of the C library when it has grown because of holes.
+
+    A heap whose holes are reused does not grow from step to step. `trim_heap` would return them
+    nevertheless, and the next tensors there would get their memory back page by page.
     """
 
-    limit_bytes: int = KEPT_BYTES
-    freed_bytes: int = 0
+    def __init__(self) -> None:
+        self._nbytes = 0
 
-    def add(self, nbytes: int) -> None:
-        """Count the bytes of a tensor that is freed."""
-        self.freed_bytes += nbytes
-        if self.freed_bytes >= self.limit_bytes:
-            self.freed_bytes = 0
+    def trim(self) -> None:
+        """Call `trim_heap` if the heap has grown by `HOLES_BYTES` since it was trimmed.
+
+        The heap is trimmed in every call if its size is not known (before glibc 2.33).
+        """
+        nbytes = heap_bytes()
+        if nbytes is None or nbytes >= self._nbytes + HOLES_BYTES:
             trim_heap()
+            nbytes = heap_bytes() or 0
+            self._nbytes = nbytes
+        self._nbytes = min(self._nbytes, nbytes)
+
+
+def heap_bytes() -> int | None:
+    """Return the size of the C library's heap with its holes, or None if it is not known."""
+    try:
+        sizes = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):  # another C library
+        return None
+    sizes.restype = _HeapSizes
+    return int(sizes().arena)
 
 
 class Segment:

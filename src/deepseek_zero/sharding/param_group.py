@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base.device import without_torch_function
-from ..base.memory import FreedMemory
+from ..base.memory import GrowingHeap
 from ..comm.pending import DONE, Pending
 from ..planner.spec import R, S
 from ..planner.units import GroupPlan
@@ -25,8 +25,7 @@ from .group import Group
 from .param_info import ParamInfo
 from .weight_gather import WeightGather
 
-# Gradients of units whose weights are in other memories
-FREED_GRADS = FreedMemory()
+HEAP = GrowingHeap()
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class ParamGroup(AccessibleGroup):
         self.unsharded = None
         self.weight_gather.give_back(full)
         if self.weight.storage.is_offloaded:
-            FREED_GRADS.add(full.memory.nbytes)
+            HEAP.trim()  # return the holes that the unit's gradients left
         if error is not None:
             raise error
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_zero.base import memory
 from deepseek_zero.base.memory import (
     HUGE_PAGE,
     PAGE,
@@ -125,7 +124,6 @@ def test_freed_memory_is_kept_unless_configured_otherwise(variables: dict[str, s
 HOLES = """
 import torch
 
-from deepseek_zero.base import memory
 from deepseek_zero.base.memory import trim_heap, keep_freed_memory
 from tests.unit.base.test_memory import resident_bytes
 keep_freed_memory()
@@ -163,13 +161,35 @@ def test_pages_in_the_page_cache_are_detected_without_reading(tmp_path: Path) ->
     assert not is_cached(9999, 0, PAGE), "no such file is open"
 
 
-def test_the_heap_is_trimmed_after_each_limit_of_freed_bytes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = list[int]()
-    monkeypatch.setattr(memory, "trim_heap", lambda: calls.append(freed.freed_bytes))
-    freed = memory.FreedMemory(limit_bytes=100)
-    for nbytes in (60, 39, 1, 250, 99):
-        freed.add(nbytes)
-    assert len(calls) == 2
-    assert freed.freed_bytes == 99
+GROWTH = """
+import torch
+from deepseek_zero.base.memory import GrowingHeap, keep_freed_memory
+from tests.unit.base.test_memory import resident_bytes
+keep_freed_memory()
+heap, pins, reused = GrowingHeap(), [], torch.ones(2 << 20)
+heap.trim()
+start = resident_bytes()
+for _ in range(40):
+    grown = torch.ones(2 << 20)  # 8 MiB, before the last one goes
+    pins.append(torch.ones(8))
+    reused = grown
+    heap.trim()
+print(resident_bytes() - start >> 20)
+trims = []
+import deepseek_zero.base.memory as memory
+memory.trim_heap = lambda: trims.append(1)
+for _ in range(40):
+    reused = None
+    reused = torch.ones(2 << 20)
+    heap.trim()
+print(len(trims))
+"""
+
+
+def test_a_heap_is_trimmed_if_it_grows_and_not_if_its_holes_are_reused() -> None:
+    root = Path(__file__).resolve().parents[3]
+    resident, trims = subprocess.check_output(
+        [sys.executable, "-c", GROWTH], cwd=root, text=True
+    ).split()
+    assert int(resident) <= 96, "320 MiB of tensors were freed, of which 64 MiB may stay"
+    assert int(trims) <= 1
