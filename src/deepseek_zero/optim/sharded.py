@@ -94,7 +94,7 @@ class ShardedOptimizer(TorchInterface):
                 steps of this optimizer.
 
         Raises:
-            UsageError: A loss had no graph; raised on every rank.
+            UsageError: No rank has a gradient, and a loss had no graph; raised on every rank.
             PeerError: Another rank failed.
 
         Note:

@@ -81,8 +81,8 @@ class StepResult:
     norm: float
     skipped: bool
     verdict: Verdict
-    overflow: bool = False
-    number: int = 0
+    overflow: bool
+    number: int
 
 
 def agree_on_norm(runtime: Runtime, options: list[dict[str, Any]], extra: StepMessage) -> Verdict:

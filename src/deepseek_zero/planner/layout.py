@@ -93,8 +93,7 @@ class FlatLayout:
         """Cut a flat range at slice boundaries and every `tile_numel` elements of a slice.
 
         A fused kernel processes the last few elements of a tensor with other instructions, which
-        may
-        round differently. The cuts therefore depend only on the layout, and not on the stage (a
+        may round differently. The cuts therefore depend only on the layout, and not on the stage (a
         replicated main weight is cut like a sharded one), the memory or the parameter groups.
         """
         found = []

@@ -6,11 +6,14 @@ lines such as ``G0 F0 G1 F1 R1``:
     G  gather: all-gather a unit's weights, after fetching this rank's slice from another memory
     U  update: run a deferred update, or, after S or A, this step's update before the step
     F  forward
-    B  backward; ``F1.2`` is the forward of micro-batch 2, if a unit takes the micro-batches of a
-       batch one after the other
+    B  backward
     R  release: free the gathered weights
-    S  reduce: reduce-scatter a unit's gradients, then store this rank's slice in another memory
-    A  all-reduce: add the sums of replicas (dp_replicate, or tp for shared parameters) once a step
+    S  reduce: reduce-scatter a unit's gradients (all-reduce at stage 0), then store the sum if it
+       is kept in another memory
+    A  sum over replicas: add their sums (dp_replicate, or tp for shared parameters) once a step
+
+If a unit takes the micro-batches of a batch one after the other, ``F1.2`` is the forward of
+micro-batch 2 in unit 1.
 
 An action runs after all actions before it in its lane. F and B run when the program calls the
 module, R in forward when the unit's forward is over, S when the unit's gradients are complete, A

@@ -127,8 +127,8 @@ class ShardPlan:
     """The placement, dtype and memory of the four states of one parameter group.
 
     `grad`, `master` and `moments` are None for frozen parameters. Moments have the dtype in which
-        the
-    optimizer computes. `master_is_split` and `master_is_rounded` describe other main weights.
+    the optimizer computes. If `master_is_split`, the main weight is split into the weight and its
+    remaining bits. If `master_is_rounded`, it is the weight itself, in a narrower dtype.
 
     Attributes:
         weight: The weight that the model computes with.

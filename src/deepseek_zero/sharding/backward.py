@@ -128,8 +128,7 @@ class Backward:
         """Start the backward before autograd writes a parameter's `.grad`.
 
         A loss that uses only hidden states or parameters does not reach any output of the model,
-        whose
-        hooks would otherwise start the backward.
+        whose hooks would otherwise start the backward.
         """
         # `torch.autograd.grad` inside a forward writes no `.grad` (tiled_loss.py).
         if self.step.phase is not Phase.BACKWARD and not self.step.active:
@@ -177,7 +176,7 @@ class Backward:
             self.comm.waits.post_error(error)
 
     def begin_passes(self, *, ends_step: bool) -> None:
-        """Start the gathers and reductions of a backward. Collective."""
+        """Prepare for the gathers and reductions of a backward. Collective."""
         with torch.no_grad():
             for group in self.trained_groups():
                 group.grad_view.hide()

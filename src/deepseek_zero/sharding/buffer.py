@@ -39,7 +39,8 @@ class StateGuard:
     The states are the weight, the main weight, the moments and a kept gradient.
 
     Attributes:
-        is_offloaded: Whether the state was moved away, and every access raises.
+        is_offloaded: Whether the states were moved away. Every access then raises, by the subclass
+            `OffloadedGuard` (engine/state_offload.py).
         pending: A deferred update, which runs before a read. The optimizer sets and clears it.
         reader: Called before a write; a background save copies the old values in it.
         writes: The number of writes so far, by which a reader detects that states have changed.

@@ -143,7 +143,7 @@ class Forward:
             yield torch.autocast(device.type, dtype=autocast)
         # The weights are released between forward and backward.
         is_released = unit.is_copied and unit.number not in self.gathers.schedule.kept
-        # The forward is recomputed, and backward uses the weights at once.
+        # Backward recomputes this forward, and uses the gathered weights right after it.
         again = self.step.phase is Phase.BACKWARD and not unit.is_tile
         if is_released and not again and torch.is_grad_enabled():
             # Autograd then saves the positions of weights instead of the gathered buffer.
@@ -152,7 +152,7 @@ class Forward:
     def _end(self, unit: Unit, given: Any, output: Any) -> Any:
         """Finish a unit's forward, whether it returned or raised.
 
-        If the forward returns None, `given`, its arguments, have the result.
+        If the forward returns None, its arguments `given` are treated as its outputs.
         """
         frame = self.step.active.pop()
         for context in reversed(frame.contexts):

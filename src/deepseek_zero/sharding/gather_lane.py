@@ -80,7 +80,7 @@ class GatherLane:
         return (0, *used, *(unit.number for unit in self.units[1:] if unit.number not in used))
 
     def begin(self, walk: Pass) -> None:
-        """Start the gathers of a forward or backward after the previous one ended. Collective."""
+        """Begin a forward or backward, whose gathers `unshard` starts one by one. Collective."""
         name = "forward"
         if walk is self.schedule.backward or walk is self.schedule.accumulate:
             name = "backward"
@@ -143,8 +143,7 @@ class GatherLane:
         """Start the gathers of units before `before` (None for all) that only other ranks may use.
 
         The call also waits until their slices have been fetched from other memories. A reduction
-        may
-        follow, and slower ranks issue it only after these gathers.
+        may follow, and slower ranks issue it only after these gathers.
         """
         if self._walk is None:
             return

@@ -90,7 +90,7 @@ class MasterWeight:
         Args:
             place: The first element of the range.
             end: The end of the range.
-            out: The output of a split main weight; None to allocate it.
+            out: The output; None to return a view or a new tensor.
             scratch: Scratch memory to join the two halves.
         """
         values = self.buffer.at_update_device(place, end)

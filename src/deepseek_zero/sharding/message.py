@@ -14,7 +14,7 @@ from .pool import Pool
 
 @dataclass(frozen=True)
 class Message:
-    """A message with the elements of a flat buffer, sent in place without a copy.
+    """A message with the elements of a flat buffer, which is sent in place if it is not encoded.
 
     Attributes:
         wire: The encoding of the elements.

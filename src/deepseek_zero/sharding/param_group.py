@@ -48,10 +48,8 @@ class GroupParts:
     context_of: Callable[[GroupPlan], CommContext]
     weight_gather: Callable[[Group, str], WeightGather]
     reduction: Callable[[ParamGroup], GradReduction]
-    kept_gradients: Callable[[Gradient], Mapping[str, GradSum]] = lambda gradient: {}
-    lost_at_reshard: Callable[[Sequence[ParamInfo], FlatBuffer], Exception | None] = (
-        lambda members, full: None
-    )
+    kept_gradients: Callable[[Gradient], Mapping[str, GradSum]]
+    lost_at_reshard: Callable[[Sequence[ParamInfo], FlatBuffer], Exception | None]
 
 
 class ParamGroup(AccessibleGroup):

@@ -82,8 +82,7 @@ class ReduceLane:
 
         A rank that skips a parameter would otherwise deadlock with the other ranks: they would wait
         for its reduction, and it would wait for their next gather. A gradient that arrives after
-        this
-        reduction is reduced before the step (irregular_passes.py).
+        this reduction is reduced before the step (irregular_passes.py).
         """
         margin = 2 if self.settings.overlap else 1
         reached = self._reduced_before[unit.number] if unit.trained else 0

@@ -129,7 +129,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """The number of elements of all groups with padding, the unit's largest message."""
+        """The number of elements of all groups with padding."""
         return sum(group.layout.padded_numel for group in self.groups)
 
     def members(self) -> list[ParamInfo]:

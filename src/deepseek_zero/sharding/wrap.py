@@ -40,7 +40,7 @@ def wrap_model(
     """Shard a model in place as planned, and register its hooks.
 
     Args:
-        model: The model to shard, with equal parameters on every rank.
+        model: The model to shard, with the same names and shapes on every rank.
         plan: The plan by which the model is sharded.
         comm: The communicator of all ranks, with the groups of ranks of the mesh.
         tiers: The memories that the plan uses in addition to the training device.
