@@ -559,8 +559,12 @@ def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
         Collective: every rank must call it.
     """
     owners = {id(owner_of(param)) for group in groups for param in group["params"]}
+    is_changed = False
     for unit in runtime.units:
         for group in unit.trained:
             whole = group.planned.relayout("tensor")
             if id(group) in owners and group.planned.may_be_cut and whole.layout != group.layout:
                 relayout(group, "tensor")
+                is_changed = True
+    if is_changed:
+        runtime.replan()  # the sizes of messages have changed

@@ -14,9 +14,10 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import start as start_file
 from deepseek_zero.engine.dialect import EngineDialect
+from deepseek_zero.optim.shard_set import relayout_whole
 from deepseek_zero.optimizers.muon import Muon
 from tests.compositions import config_of, engines_of_threads, llama
-from tests.in_process import Rank, World, run_ranks
+from tests.in_process import Rank, World, run_ranks, sharded
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,6 +30,16 @@ class ElementWise(Unknown):
     """A client's optimizer class that declares its granularity."""
 
     granularity = "element"
+
+
+class Matrix(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 64, bias=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(values)
+        return output
 
 
 def matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -108,3 +119,17 @@ def test_a_group_that_is_added_later_is_refused_too() -> None:
             return True
 
         assert run_ranks(2, body) == [True, True]
+
+
+def test_a_layout_without_cut_tensors_gets_a_schedule_by_its_larger_messages() -> None:
+    def schedules(rank: Rank) -> tuple[str, str]:
+        # Three units fit if each is cut between two ranks, and one if a rank has a whole tensor.
+        blocks = [Matrix() for _ in range(4)]
+        runtime = sharded(rank, torch.nn.Sequential(*blocks), stage=3, window_numel=3 * 64 * 64)
+        relayout_whole(runtime, [{"params": list(runtime.model.parameters())}])
+        made = str(runtime.schedule)
+        runtime.replan()
+        return made, str(runtime.schedule)
+
+    for made, expected in run_ranks(2, schedules):
+        assert made == expected
