@@ -13,7 +13,7 @@ from ..sharding.hooks import weak_hook
 from ..sharding.runtime import Runtime
 from ..sharding.step_state import Phase
 from ..sharding.unit import Unit, UnitState
-from .loss_factor import LossFactor, loss_factor_of
+from .loss_factor import loss_factor_of
 
 
 class RootParts:
@@ -23,8 +23,7 @@ class RootParts:
     call an embedding outside the forward of the model.
     """
 
-    def __init__(self, factor: LossFactor) -> None:
-        self._factor = factor
+    def __init__(self) -> None:
         self._begin = 0  # autograd's first node in the outermost part
         self._gathered_for: nn.Module | None = None  # the part for which the root was gathered
 
@@ -39,7 +38,8 @@ class RootParts:
         step = runtime.step
         if step.active:
             return None
-        is_border = step.is_outermost and self._factor.has_border
+        factor = loss_factor_of(runtime)
+        is_border = step.is_outermost and factor.has_border
         step.parts.append(module)
         if is_border:
             self._begin = next_node_number()
@@ -47,7 +47,7 @@ class RootParts:
         if is_idle and runtime.root.sharded and runtime.root.state is UnitState.SHARDED:
             self._gathered_for = module
             runtime.gathers.unshard(runtime.root)
-        return self._factor.inside((args, kwargs)) if is_border else None
+        return factor.inside((args, kwargs)) if is_border else None
 
     def after(self, runtime: Runtime, module: nn.Module, args: Any, output: Any) -> Any:
         """Prepare the backward of a part."""
@@ -62,8 +62,9 @@ class RootParts:
             return output
         for tensor in tensors_in(output):
             runtime.backward.watch_output(0, tensor)
-        if self._factor.has_border:
-            output = self._factor.outside(output, self._begin)
+        factor = loss_factor_of(runtime)
+        if factor.has_border:
+            output = factor.outside(output, self._begin)
         return output
 
 
@@ -73,7 +74,7 @@ def gather_parts(runtime: Runtime) -> None:
     Args:
         runtime: The runtime of the model.
     """
-    parts = RootParts(loss_factor_of(runtime))
+    parts = RootParts()
     for module in _parts_of(runtime.root):
         before = weak_hook(runtime, parts.before)
         runtime.hooks.append(
