@@ -42,6 +42,7 @@ class ShardedOptimizer(TorchInterface):
         self.steps = 0
         self.last: StepResult | None = None
         self.last_norm = 0.0
+        self.overflow = False
         for policy in self.policies:
             policy.attach(self)
             policy.tiles_changed(shards.tiles)
@@ -51,6 +52,7 @@ class ShardedOptimizer(TorchInterface):
             group.optimizer = weakref.ref(self)
         self._step = Step(shards)
         shards.compile_kernels()
+        self.runtime.added_params = weakref.ref(self._added_params)
 
     def step(  # type: ignore[override]
         self,
@@ -102,5 +104,6 @@ class ShardedOptimizer(TorchInterface):
         """
         self.steps = number if number is not None else self.steps + 1
         self.last = self._step.run(message, self.steps)
+        self.overflow = self.last.overflow
         if not self.last.skipped:
             self.last_norm = self.last.norm

@@ -63,7 +63,6 @@ class TorchInterface(ScalesItself, Optimizer):
         self.scratch = shards.scratch
         adopt_step_hooks(self, self.inner)  # they run around this optimizer's step
         self._added_params = AddedParams(shards, weakref.ref(self))
-        self.runtime.added_params = weakref.ref(self._added_params)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -95,11 +94,6 @@ class TorchInterface(ScalesItself, Optimizer):
     def loss_scale(self) -> float:
         """The current loss scale, by which losses are multiplied."""
         return self.scaler.scale if self.scaler is not None else 1.0
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped because gradients were not finite."""
-        return self.last is not None and self.last.overflow
 
     def policy(self, cls: type[P]) -> P | None:
         """Return the update policy of this class, or None if the optimizer has none."""
