@@ -119,6 +119,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for tensor in all_tensors(value) if tensor.requires_grad]
 
 
+def is_of_integers(value: Any) -> bool:
+    """Return whether a value is a tensor of integers. A boolean tensor is not, as it is a mask."""
+    if not isinstance(value, Tensor) or value.dtype is torch.bool:
+        return False
+    return not (value.is_floating_point() or value.is_complex())
+
+
 def once(change: Change) -> Change:
     """Return a function that calls `change` once for each tensor, and keeps its results."""
     known: dict[int, Tensor] = {}

@@ -17,6 +17,7 @@ from ..base.device import allocated_bytes
 from ..base.errors import StorageError
 from ..base.log import log_once, logger
 from ..base.mesh import Mesh
+from ..base.nested import is_of_integers
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..base.world import is_rank_zero
 from ..optim.sharded import ShardedOptimizer
@@ -180,9 +181,7 @@ class Observer:
         a mask.
         """
         for value in args:
-            if not isinstance(value, Tensor) or value.dtype is torch.bool:
-                continue
-            if not (value.is_floating_point() or value.is_complex()):
+            if is_of_integers(value):
                 self._tokens += value.numel()
                 self.micro_tokens = value.numel()
                 return

@@ -19,7 +19,7 @@ from ..base.device import state_names
 from ..base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
-from ..base.nested import on_meta
+from ..base.nested import is_of_integers, on_meta
 from ..checkpoint.piece import remember_names, remember_same_names
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm, scatter
@@ -108,7 +108,7 @@ class Sample:
         rows of the first tensor.
         """
         for _, value in self._tensors:
-            if not value.is_floating_point():
+            if is_of_integers(value):
                 return value.numel()
         for _, first in self._tensors:
             return first.numel() // first.shape[-1] if first.dim() else None
