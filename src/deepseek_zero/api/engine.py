@@ -30,7 +30,7 @@ from ..engine.data import ShardedLoader
 from ..engine.engine import Engine
 from ..engine.exporting import Exports
 from ..engine.memory import memory_report, traced
-from ..engine.micro_batches import change_accumulation
+from ..engine.micro_batches import change_accumulation, refuse_destroyed
 from ..engine.state_offload import KINDS, StateOffload
 from ..optim.inner_states import load_states
 from ..report.measure import MemoryReport
@@ -317,7 +317,7 @@ class ZeroEngine(Exports, Engine):
                 "pass a dict, or leave it out.",
             )
         told = self.config.checkpoint
-        self._refuse_destroyed("save_checkpoint")
+        refuse_destroyed(self.runtime, "save_checkpoint")
         self._states.refuse()
         settings = SaveSettings(
             save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes
@@ -577,7 +577,7 @@ class ZeroEngine(Exports, Engine):
             )
         if where == "none":
             return
-        self._refuse_destroyed("offload_states")
+        refuse_destroyed(self.runtime, "offload_states")
         if self.runtime.step.phase is not Phase.IDLE:
             raise UsageError(
                 "offload_states() was called inside a forward or backward.",
@@ -622,7 +622,7 @@ class ZeroEngine(Exports, Engine):
         Note:
             Collective: every rank must call it.
         """
-        self._refuse_destroyed("step")
+        refuse_destroyed(self.runtime, "step")
         self._states.refuse()
         super().step(lr_kwargs)
 
@@ -742,7 +742,7 @@ class ZeroEngine(Exports, Engine):
                 enabled.
             UsageError: The engine is destroyed.
         """
-        self._refuse_destroyed("compile")
+        refuse_destroyed(self.runtime, "compile")
         if schedule is not None or compiled_autograd_enabled:
             raise NotBuiltError(
                 "engine.compile(schedule=..., compiled_autograd_enabled=True) is not built.",
@@ -764,15 +764,6 @@ class ZeroEngine(Exports, Engine):
     def is_compiled(self) -> bool:
         """Return whether `compile` was called and the engine is not destroyed."""
         return bool(self._compiled_units)
-
-    def _refuse_destroyed(self, call: str) -> None:
-        """Raise `UsageError` if `destroy` was called."""
-        if self.runtime.is_destroyed:
-            raise UsageError(
-                f"engine.{call}() was called after destroy().",
-                "destroy() has removed the hooks that reduce gradients and gather weights.",
-                "call it before destroy(), or create another engine with initialize.",
-            )
 
     def destroy(self) -> None:
         """Remove the hooks from the model, undo `compile` and close the records.

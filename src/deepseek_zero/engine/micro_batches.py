@@ -197,3 +197,18 @@ class OnceWarnings:
                 "advances its learning-rate schedule, like engine.step() at the end of an "
                 "accumulation.  Do not call lr_scheduler.step() as well."
             )
+
+
+def refuse_destroyed(runtime: Runtime, call: str) -> None:
+    """Raise `UsageError` if `engine.destroy` was called.
+
+    Args:
+        runtime: The runtime of the engine.
+        call: The name of the method that the program called.
+    """
+    if runtime.is_destroyed:
+        raise UsageError(
+            f"engine.{call}() was called after destroy().",
+            "destroy() has removed the hooks that reduce gradients and gather weights.",
+            "call it before destroy(), or create another engine with initialize.",
+        )

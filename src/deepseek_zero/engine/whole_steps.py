@@ -13,7 +13,7 @@ from ..base.errors import UsageError
 from ..base.given import refuse, whole_number
 from ..sharding.irregular_passes import reduce_step
 from .engine import Engine
-from .micro_batches import arguments_of, loss_of, mean_of_ranks
+from .micro_batches import arguments_of, loss_of, mean_of_ranks, refuse_destroyed
 
 MOST_EMPTY = 2  # epochs without a batch, in a row
 
@@ -47,6 +47,7 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
     Note:
         Collective: every rank of the world must call it.
     """
+    refuse_destroyed(engine.runtime, "train_batch")
     accumulation = engine._batch.accumulation
     model = engine.module
     given = own_batches(engine) if data_iter is None else iterator_of("train_batch", data_iter)
@@ -101,6 +102,7 @@ def step_directly(engine: Engine) -> None:
         Collective: every rank of the world must call it.
     """
     assert engine.optimizer is not None
+    refuse_destroyed(engine.runtime, "optimizer.step")
     engine._refuse_open_blocks()
     engine._warnings.direct_step()
     is_managed = engine.config.managed_gradient_accumulation

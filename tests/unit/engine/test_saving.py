@@ -110,6 +110,16 @@ def test_a_destroyed_engine_refuses_what_needs_its_hooks(tmp_path: Path, call: s
     assert not engine.is_compiled and not (tmp_path / "new").exists()
 
 
+def test_a_destroyed_engine_refuses_whole_steps() -> None:
+    engine = build()
+    step = engine.optimizer.step
+    engine.destroy()
+    with pytest.raises(UsageError, match=r"engine\.train_batch\(\) was called after destroy"):
+        engine.train_batch(iter([torch.ones(1, 2)]))
+    with pytest.raises(UsageError, match=r"engine\.optimizer\.step\(\) was called after destroy"):
+        step()
+
+
 def test_a_custom_load_fn_that_is_no_function_is_refused(tmp_path: Path) -> None:
     engine = build()
     engine.save_checkpoint(tmp_path)
