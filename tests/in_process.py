@@ -33,6 +33,7 @@ from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.engine.connecting import compare_ranks
 from deepseek_zero.extensions.group_parts import group_parts
+from deepseek_zero.extensions.idle_memory import free_idle_memory
 from deepseek_zero.extensions.layer_tiles import follow_tiles
 from deepseek_zero.extensions.loss_factor import LossFactor
 from deepseek_zero.extensions.model_changes import watch_changes
@@ -495,6 +496,7 @@ def attach_extensions(runtime: Runtime) -> None:
     gather_parts(runtime)
     watch_changes(runtime)
     follow_tiles(runtime)
+    free_idle_memory(runtime)
 
 
 def optimizer_over(
