@@ -11,6 +11,7 @@ from torch import Tensor
 from .. import parallel, pipeline
 from ..base.errors import UsageError
 from ..base.given import refuse, whole_number
+from ..comm.collectives import propagate_errors
 from ..sharding.irregular_passes import reduce_step
 from .engine import Engine
 from .micro_batches import arguments_of, loss_of, mean_of_ranks, refuse_destroyed
@@ -50,7 +51,8 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
     refuse_destroyed(engine.runtime, "train_batch")
     accumulation = engine._batch.accumulation
     model = engine.module
-    given = own_batches(engine) if data_iter is None else iterator_of("train_batch", data_iter)
+    with propagate_errors(engine.runtime.comm):
+        given = own_batches(engine) if data_iter is None else iterator_of("train_batch", data_iter)
     batches = taken(engine, given, accumulation)
     stages = engine.parts.pipeline
     if stages is None:
@@ -159,7 +161,8 @@ def evaluate(
     if many is not None:
         whole_number("eval_batch", "num_micro_batches", many, 1)
     model = engine.module
-    given = iterator_of("eval_batch", data_iter)
+    with propagate_errors(engine.runtime.comm):
+        given = iterator_of("eval_batch", data_iter)
     batches = taken(engine, given, many or engine._batch.accumulation)
     stages = engine.parts.pipeline
     was_training = engine.training

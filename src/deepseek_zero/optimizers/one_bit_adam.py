@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -152,7 +153,7 @@ class OneBitAdam(AdamW):
 
 
 def _refuse_few_steps(freeze_step: Any) -> None:
-    if not isinstance(freeze_step, int | float) or freeze_step < 1:
+    if not isinstance(freeze_step, Real) or freeze_step < 1:
         raise ConfigError(
             f"OneBitAdam: freeze_step is {shown(freeze_step)}.",
             "Its second moment comes from the gradients of the first steps.",

@@ -41,7 +41,11 @@ class MonitorMaster:
         """Record (tag, value, step) events on rank 0.
 
         A monitor that fails causes a warning and gets no more events.
+
+        Raises:
+            ValueError: An event has not three values.
         """
+        events = [(tag, value, step) for tag, value, step in events]
         for writer in list(self._writers):
             try:
                 writer.write_events(events)

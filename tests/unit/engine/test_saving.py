@@ -13,6 +13,7 @@ import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError, UsageError
 from deepseek_zero.checkpoint.background_write import BackgroundWrite
 from deepseek_zero.checkpoint.convert import state_dict_of
+from deepseek_zero.compat.deepspeed.checkpoint import layout as deepspeed_layout
 from deepseek_zero.engine import saving
 from deepseek_zero.extensions import AdaptivePrecision
 from deepseek_zero.utils import safe_get_full_optimizer_state
@@ -129,17 +130,26 @@ def test_a_custom_load_fn_that_is_no_function_is_refused(tmp_path: Path) -> None
         engine.load_module_state_dict(engine.module_state_dict(), custom_load_fn=5)
 
 
+@pytest.mark.parametrize(
+    ("layout", "interrupted"),
+    [
+        ("slices", (BackgroundWrite, "write")),
+        ("deepspeed", (BackgroundWrite, "write")),
+        ("deepspeed", (deepspeed_layout, "_rewrite")),
+    ],
+)
 def test_a_save_can_be_repeated_after_ctrl_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: str, interrupted: tuple[Any, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(self: BackgroundWrite) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    engine = build()
+    engine = build(checkpoint={"layout": layout})
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(BackgroundWrite, "write", interrupt)
+        patched.setattr(*interrupted, interrupt)
         engine.save_checkpoint(tmp_path, tag="last")
     engine.save_checkpoint(tmp_path, tag="last")
+    assert not list(tmp_path.glob(".*saving"))
     assert engine.load_checkpoint(tmp_path, tag="last")[0] is not None
 
 

@@ -9,6 +9,8 @@ module.
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import isroutine
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from torch.optim import AdamW
@@ -32,9 +34,10 @@ class _Made(type):
     order: str
 
     def __call__(cls, *params: Any, **options: Any) -> Any:
-        if isinstance(cls.__base__, _Made):
+        derived = list(takewhile(lambda kind: "rule" not in vars(kind), cls.__mro__))
+        if any(isroutine(value) for kind in derived for value in vars(kind).values()):
             raise NotBuiltError(
-                f"{cls.__name__} is derived from DeepSpeed's {cls.__base__.__name__}.",
+                f"{cls.__name__} adds methods to DeepSpeed's {cls.__mro__[len(derived)].__name__}.",
                 "A call of that class returns an optimizer of another class, without the methods "
                 "of a derived one.",
                 "derive the class from one of torch.optim, for example AdamW.",

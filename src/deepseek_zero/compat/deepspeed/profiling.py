@@ -233,16 +233,10 @@ _MAGNITUDES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u":
 def _in_units(number: float, units: str, precision: int, suffix: str) -> str:
     """Return a number in given units, for example "1.5 TFLOPS".
 
-    Raises:
-        UsageError: There is no such unit.
+    As in DeepSpeed, the number is not divided if the unit is not known.
     """
     prefix = units.removesuffix(suffix)
-    if prefix not in _MAGNITUDES:
-        raise UsageError(
-            f"there is no unit {units!r}.",
-            fix=f"name one of {', '.join(filter(None, _MAGNITUDES))}, or leave units out.",
-        )
-    return f"{round(number / _MAGNITUDES[prefix], precision):g} {prefix}{suffix}".strip()
+    return f"{round(number / _MAGNITUDES.get(prefix, 1), precision):g} {prefix}{suffix}".strip()
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
@@ -255,9 +249,6 @@ def flops_to_string(flops: float, units: str | None = None, precision: int = 2) 
 
     Returns:
         The number with its unit.
-
-    Raises:
-        UsageError: There is no such unit.
     """
     if units is not None:
         return _in_units(flops, units, precision, "FLOPS")
@@ -274,9 +265,6 @@ def macs_to_string(macs: float, units: str | None = None, precision: int = 2) ->
 
     Returns:
         The number with its unit.
-
-    Raises:
-        UsageError: There is no such unit.
     """
     if units is not None:
         return _in_units(macs, units, precision, "MACs")
@@ -293,12 +281,9 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
 
     Returns:
         The number with its unit.
-
-    Raises:
-        UsageError: There is no such unit.
     """
     if units is not None:
-        return _in_units(params_num, units.replace("B", "G"), precision, "")
+        return _in_units(params_num, units.replace("B", "G"), precision, "").replace("G", "B")
     return format_count(params_num)
 
 
@@ -312,9 +297,6 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 
     Returns:
         The time with its unit.
-
-    Raises:
-        UsageError: There is no such unit.
     """
     if units is not None:
         return _in_units(duration, units, precision, "s")

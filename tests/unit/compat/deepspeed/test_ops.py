@@ -47,8 +47,20 @@ def test_a_class_that_is_derived_from_an_optimizer_of_deepspeed_is_refused() -> 
         def step(self, closure: Any = None) -> None:
             raise AssertionError("a method that would never be called")
 
-    with pytest.raises(NotBuiltError, match="Own is derived from DeepSpeed's DeepSpeedCPUAdam"):
-        Own([nn.Parameter(torch.zeros(1))])
+    class Mixin:
+        def step(self, closure: Any = None) -> None:
+            raise AssertionError("a method that would never be called")
+
+    class Mixed(Mixin, ops.DeepSpeedCPUAdam):
+        pass
+
+    class Renamed(ops.DeepSpeedCPUAdam):
+        pass
+
+    for kind in (Own, Mixed):
+        with pytest.raises(NotBuiltError, match=f"{kind.__name__} adds methods to DeepSpeed's"):
+            kind([nn.Parameter(torch.zeros(1))])
+    assert isinstance(Renamed([nn.Parameter(torch.zeros(1))]), ops.DeepSpeedCPUAdam)
 
 
 def test_a_lamb_that_clips_nothing_has_deepspeeds_positional_arguments() -> None:

@@ -175,7 +175,7 @@ class DeepSpeedLayout(EngineLayout):
             run_on_first_rank(
                 comm, "saving: the name", lambda: _finish(opened, slices_folder, settings)
             )
-        except CheckpointError:
+        except BaseException:  # also Ctrl-C: the lock would refuse the next save of this process
             if comm.rank == 0:
                 if output is not None:
                     output.discard()
