@@ -5,6 +5,7 @@ This test lists the few exceptions with the reason why a reader may skip them.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import sys
@@ -60,6 +61,8 @@ def entered_files() -> Iterator[set[str]]:
             found.add(Path(code.co_filename).relative_to(SOURCE).as_posix())
 
     before = sys.getprofile()
+    gc.collect()  # engines of other tests would run their finalizers in a step
+    gc.disable()
     threading.setprofile(note)
     sys.setprofile(note)
     try:
@@ -67,6 +70,7 @@ def entered_files() -> Iterator[set[str]]:
     finally:
         sys.setprofile(before)
         threading.setprofile(None)
+        gc.enable()
 
 
 @pytest.fixture(scope="module")
