@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import backward_id, queue_backward_callback, version_of
-from ..base.memory import PAGE, GrowingHeap
+from ..base.memory import HEAP, PAGE
 from ..base.quantities import ceil_div, format_bytes, rounded_up
 from ..base.work import Work
 from ..comm.context import ranks_of_this_host
@@ -66,7 +66,6 @@ class ActivationOffload:
         self._dropped: deque[int] = deque()
         self._leaving: deque[Work] = deque()
         self._arrived = 0
-        self._heap = GrowingHeap()  # Freed storages and restored copies leave holes in it
         self._chunk_bytes = self._largest_bytes = 0
         self._backward = -1  # The last backward that ends with a sweep
         self._known: dict[int, KnownTensor] = {}  # By id, while the tensor exists
@@ -142,7 +141,7 @@ class ActivationOffload:
         self._copies.copy_out(tensors, inputs)
         self._arrived += 1
         self._offloaded[self._arrived] = inputs
-        self._heap.trim()
+        HEAP.trim()  # freed storages and restored copies leave holes in it
         self.used_bytes += inputs.nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return OffloadHandle(self, self._arrived)
@@ -176,7 +175,7 @@ class ActivationOffload:
             inputs.storage.evict(*inputs.block)
         if soon and tickets[0].is_done():
             self._copies.prefetch(soon[0], self._offloaded[soon[0]])
-        self._heap.trim()
+        HEAP.trim()  # freed storages and restored copies leave holes in it
         self._sweep_after_backward()
         return found
 

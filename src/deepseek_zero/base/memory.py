@@ -463,14 +463,23 @@ class GrowingHeap:
         self._nbytes = min(self._nbytes, nbytes)
 
 
+HEAP = GrowingHeap()  # of this process
+
+
 def heap_bytes() -> int | None:
     """Return the size of the C library's heap with its holes, or None if it is not known."""
+    sizes = _mallinfo()
+    return None if sizes is None else int(sizes().arena)
+
+
+@lru_cache(maxsize=1)
+def _mallinfo() -> Callable[[], _HeapSizes] | None:
     try:
         sizes = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):  # another C library
         return None
     sizes.restype = _HeapSizes
-    return int(sizes().arena)
+    return sizes
 
 
 class Segment:

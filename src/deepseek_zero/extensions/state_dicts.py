@@ -313,8 +313,8 @@ class _Loader:
 
     unit: Unit
     outermost: nn.Module | None = None
-    # torch's list of error messages, which each load has its own of: after an exception has ended a
-    # load, another list shows that `outermost` is not valid anymore
+    # The list in which torch collects the error messages of a load. If another list arrives, an
+    # exception has ended the load of `outermost`.
     messages: list[str] | None = None
 
     def before(

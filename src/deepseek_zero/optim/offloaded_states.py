@@ -32,7 +32,7 @@ def update_offloaded(
         settings: How many tiles may be in transfer between memories at the same time.
 
     Yields:
-        Each tile after its update; its states may still be in storing.
+        Each tile after its update; its states may still be in transfer.
     """
     flow = prefetch(tiles, decision.source, moments, settings)
     try:

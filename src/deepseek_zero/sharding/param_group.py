@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..base.device import without_torch_function
-from ..base.memory import GrowingHeap
+from ..base.memory import HEAP
 from ..comm.pending import DONE, Pending
 from ..planner.spec import R, S
 from ..planner.units import GroupPlan
@@ -24,8 +24,6 @@ from .gradient import Gradient
 from .group import Group
 from .param_info import ParamInfo
 from .weight_gather import WeightGather
-
-HEAP = GrowingHeap()
 
 
 @dataclass(frozen=True)

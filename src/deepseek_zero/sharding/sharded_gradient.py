@@ -189,7 +189,7 @@ class ShardedGradient(Tensor):
 def own_part_of(grad: Tensor) -> tuple[Any, Part | None]:
     """Return the parameter of a `ShardedGradient`, and its own elements.
 
-    They are None if each operation uses the parameter's gradient at its time, as for `.grad`.
+    The elements are None if each operation reads the parameter's current gradient, as for `.grad`.
     """
     return grad.__dict__["param"](), grad.__dict__.get("own")
 

@@ -34,14 +34,14 @@ PHASE_MOVES = {
 
 
 class UnitUses:
-    """The uses of units in a forward; each counts as the first one unless an extension differs."""
+    """Tells the first use of a unit in a forward from later ones. Here each use is a first one."""
 
     def is_first(self, unit: Unit) -> bool:
-        """Return whether the forward that begins is the unit's first use, which backward ends."""
+        """Return whether this is the unit's first use, whose backward is the last of its uses."""
         return True
 
     def unshard_again(self, unit: Unit) -> None:
-        """Unshard a unit in the backward of another use than the first one. Collective."""
+        """Unshard a unit in the backward of a later use. Collective."""
 
     def end_again(self) -> None:
         """Release the unit that `unshard_again` has gathered."""
