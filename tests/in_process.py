@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from deepseek_zero.base.device import fake_tensors
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.bootstrap import Hosts
 from deepseek_zero.comm.collectives import Comm
@@ -53,6 +54,11 @@ from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import wrap_model
 from deepseek_zero.tiers.tier import Tiers
 from tests.reference import MakeOptimizer
+
+# PyTorch 2.11, built for CUDA but without a GPU, crashes if only threads other than the main one
+# enter this mode, and here ranks are threads.
+with fake_tensors():
+    pass
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
