@@ -12,6 +12,7 @@ and a softmax per tile do the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -76,18 +77,18 @@ class _ByPlan(torch.autograd.Function):
         scale: float,
         *biases: Bias,
     ) -> Tensor:
-        fits = _fits_kernel(query, key, value) and not any(ctx.needs_input_grad[5:])
+        needs_scores = any(ctx.needs_input_grad[5:])
         ctx.groups = groups
         ctx.scale = scale
-        ctx.kernel = fits
+        ctx.kernel = not needs_scores and _fits_kernel(query, key, value)
         out = torch.zeros_like(query)
         if query.shape[-1] != value.shape[-1]:
             out = value.new_zeros(*query.shape[:-1], value.shape[-1])
         sums = torch.zeros(query.shape[:-1], dtype=_sum_dtype(query), device=query.device)
-        forward = _kernel_forward if fits else _plain_forward
+        forward = _kernel_forward if ctx.kernel else _plain_forward
         for call in _calls(groups, query, key, biases):
             found, logs = forward(
-                call, call.fold(call.rows(query)), call.keys(key), call.keys(value), scale
+                call, call.queries(query), call.keys(key), call.keys(value), scale
             )
             call.store(out, found)
             call.store(sums[..., None], logs[..., None])
@@ -107,22 +108,25 @@ class _ByPlan(torch.autograd.Function):
             grad = grad.contiguous()  # For example an expanded gradient, as from sum()
         of_query = torch.zeros_like(query)
         of_key, of_value = (torch.zeros_like(each, dtype=_sum_dtype(each)) for each in (key, value))
-        wanted = ctx.needs_input_grad[5:]
         of_biases = [
-            torch.zeros_like(each) if need else None
-            for each, need in zip(biases, wanted, strict=True)
+            torch.zeros_like(bias) if is_wanted else None
+            for bias, is_wanted in zip(biases, ctx.needs_input_grad[5:], strict=True)
         ]
         backward = _kernel_backward if ctx.kernel else _plain_backward
         for call in _calls(ctx.groups, query, key, biases):
             own = _Tensors(
-                *(call.fold(call.rows(each)) for each in (query, out, grad, sums[..., None])),
-                *(call.keys(each) for each in (key, value)),
+                query=call.queries(query),
+                out=call.queries(out),
+                grad=call.queries(grad),
+                sums=call.queries(sums[..., None]),
+                key=call.keys(key),
+                value=call.keys(value),
             )
             rows, keys, values, scores = backward(call, own, ctx.scale)
             call.store(of_query, rows)
             call.add_keys(of_key, keys)
             call.add_keys(of_value, values)
-            if scores is not None and any(wanted):
+            if scores is not None:
                 call.add_scores(of_biases, scores)
         return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, *of_biases
 
@@ -132,12 +136,9 @@ def _fits_kernel(*tensors: Tensor) -> bool:
 
     They must have one width, be on a CPU, and have contiguous rows.
     """
-    one_width = len({each.shape[-1] for each in tensors}) == 1
-    return (
-        _KERNEL is not None
-        and one_width
-        and all(each.device.type == "cpu" and each.stride(-1) == 1 for each in tensors)
-    )
+    if _KERNEL is None or len({each.shape[-1] for each in tensors}) > 1:
+        return False
+    return all(each.device.type == "cpu" and each.stride(-1) == 1 for each in tensors)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
@@ -158,8 +159,7 @@ class _Call:
         key_heads: The key heads.
         tile: The tile or tiles.
         shared: Number of query heads per key head.
-        sizes: Number of samples and of key heads.
-        biases: The biases and rules.
+        biases: The biases and rules. A call with biases has one tile.
     """
 
     samples: slice
@@ -167,11 +167,15 @@ class _Call:
     key_heads: slice
     tile: AttentionTile
     shared: int
-    sizes: tuple[int, int]
     biases: tuple[Bias, ...] = ()
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        """Return a view of the rows of the tiles' queries, as `fold` expects them.
+    def queries(self, tensor: Tensor) -> Tensor:
+        """Return the rows of the tiles' queries, folded; a view if possible."""
+        rows = self._rows(tensor)
+        return rows.flatten(0, 1) if self.shared == 1 else rows.flatten(0, 2)
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """Return a view of the rows of the tiles' queries.
 
         The shape is (samples, tiles, key heads, tokens, width), or (samples, key heads, tiles,
         shared, tokens, width) if several query heads share a key head.
@@ -185,11 +189,9 @@ class _Call:
         heads: Tensor = tiles.unflatten(1, (-1, self.shared))
         return heads.transpose(2, 3)
 
-    def fold(self, rows: Tensor) -> Tensor:
-        return rows.flatten(0, 1) if self.shared == 1 else rows.flatten(0, 2)
-
     def store(self, into: Tensor, folded: Tensor) -> None:
-        rows = self.rows(into)
+        """Write folded rows to the tiles' queries."""
+        rows = self._rows(into)
         rows.copy_(folded.reshape(rows.shape))
 
     def keys(self, tensor: Tensor) -> Tensor:
@@ -210,11 +212,10 @@ class _Call:
         """Add the folded gradients of the tiles' keys to those of all keys."""
         own = total[self.samples, self.key_heads]
         tile = self.tile
-        samples, key_heads = self.sizes
         if self.shared > 1:
-            tiles = folded.sum(1, dtype=total.dtype).unflatten(0, (samples, key_heads, -1))
+            tiles = folded.sum(1, dtype=total.dtype).unflatten(0, (*own.shape[:2], -1))
         else:
-            tiles = folded.unflatten(0, (samples, -1)).transpose(1, 2)
+            tiles = folded.unflatten(0, (len(own), -1)).transpose(1, 2)
         for place, part in enumerate(tiles.unbind(2)):
             by = place * tile.queries
             before = 0
@@ -234,34 +235,42 @@ class _Call:
         if not self.biases:
             return own
         for bias in self.biases:
-            parts = (
-                self._parts(bias) if isinstance(bias, Tensor) else self._ruled(bias, query.device)
-            )
-            spans = zip(parts, tile.spans, strict=True)
-            part = torch.cat(
-                [each.expand(*each.shape[:-1], stop - start) for each, (start, stop) in spans], -1
-            )
-            part = added(part, dtype) if part.dtype == torch.bool else part.to(dtype)
+            given = self._bias(bias, query.device)
+            part = added(given, dtype) if given.dtype == torch.bool else given.to(dtype)
             own = part if own is None else own + part
         assert own is not None
         own = own.expand(-1, -1, -1, tile.queries, -1)
         if self.shared == 1:
             return own.squeeze(2)
-        return (
-            own[0] if own.shape[:2] == (1, 1) else own.expand(*self.sizes, -1, -1, -1).flatten(0, 1)
-        )
+        if own.shape[:2] == (1, 1):
+            return own[0]
+        samples = self.samples.stop - self.samples.start
+        return own.expand(samples, len(query) // samples, -1, -1, -1).flatten(0, 1)
 
-    def _ruled(self, rule: BiasRule, device: torch.device) -> list[Tensor]:
-        """Return the result of a rule for each span, in the form of `_parts`."""
+    def _bias(self, bias: Bias, device: torch.device) -> Tensor:
+        """Return a bias, or the result of a rule, for all keys of the tile.
+
+        The shape is (samples, key heads, shared, queries, keys); each size but the last may be 1.
+        """
+        spans = self.tile.spans
+        if isinstance(bias, Tensor):
+            parts = self._parts(bias)
+        else:
+            parts = [self._ruled(bias, torch.arange(*span, device=device)) for span in spans]
+        # A part may have one key, for all keys of its span
+        columns = [
+            part.expand(*part.shape[:-1], stop - start)
+            for part, (start, stop) in zip(parts, spans, strict=True)
+        ]
+        return torch.cat(columns, -1)
+
+    def _ruled(self, rule: BiasRule, keys: Tensor) -> Tensor:
+        """Return the result of a rule for the keys of a span, in the form of `_parts`."""
         tile = self.tile
-        samples = torch.arange(self.samples.start, self.samples.stop, device=device)[
-            :, None, None, None
-        ]
-        queries = torch.arange(tile.start, tile.stop, device=device)[:, None]
-        spans = (torch.arange(start, stop, device=device) for start, stop in tile.spans)
-        return [
-            rule(samples, queries[None, None], keys[None, None, None])[:, :, None] for keys in spans
-        ]
+        samples = torch.arange(self.samples.start, self.samples.stop, device=keys.device)
+        queries = torch.arange(tile.start, tile.stop, device=keys.device)
+        seen = rule(samples.view(-1, 1, 1, 1), queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+        return seen[:, :, None]
 
     def _parts(self, bias: Tensor) -> list[Tensor]:
         """Return views of a bias for each span.
@@ -269,21 +278,22 @@ class _Call:
         The shape is (samples, key heads, shared, queries, keys); each size may be 1.
         """
         tile = self.tile
-        own = bias[self.samples] if bias.shape[0] > 1 else bias
-        own = (
-            own[:, self.heads].unflatten(1, (-1, self.shared))
-            if bias.shape[1] > 1
-            else own[:, :, None]
-        )
-        own = own[..., tile.start : tile.stop, :] if bias.shape[2] > 1 else own
-        return [own[..., start:stop] if bias.shape[3] > 1 else own for start, stop in tile.spans]
+        places = (self.samples, self.heads, slice(tile.start, tile.stop))
+        for dim, place in enumerate(places):
+            if bias.shape[dim] > 1:
+                bias = bias[(slice(None),) * dim + (place,)]
+        heads = bias.unflatten(1, (-1, min(self.shared, bias.shape[1])))
+        if heads.shape[-1] == 1:
+            return [heads] * len(tile.spans)
+        return [heads[..., start:stop] for start, stop in tile.spans]
 
     def add_scores(self, totals: Sequence[Tensor | None], folded: Tensor) -> None:
         """Add the folded gradients of the tile's scores to those of the biases."""
-        scores = folded.reshape(*self.sizes, self.shared, *folded.shape[-2:])
+        samples = self.samples.stop - self.samples.start
+        scores = folded.reshape(samples, -1, self.shared, *folded.shape[-2:])
+        parts = scores.split([stop - start for start, stop in self.tile.spans], -1)
         for total in totals:
             if total is not None:
-                parts = scores.split([stop - start for start, stop in self.tile.spans], -1)
                 for into, part in zip(self._parts(total), parts, strict=True):
                     into += part.sum_to_size(into.shape)
 
@@ -291,7 +301,10 @@ class _Call:
 def _calls(
     groups: Sequence[HeadGroup], query: Tensor, key: Tensor, biases: tuple[Bias, ...]
 ) -> Iterator[_Call]:
-    """Yield the kernel calls of a plan, in order."""
+    """Yield the kernel calls of a plan, in order.
+
+    A tile that stands for several is computed in batches, for one sample at a time.
+    """
     for group in groups:
         samples = range(*group.samples.indices(query.shape[0]))
         key_heads = range(*group.key_heads.indices(key.shape[1]))
@@ -300,35 +313,31 @@ def _calls(
         for tile in group.tiles:
             if not tile.keys:
                 continue
-            if tile.count == 1 or biases:
-                every = slice(samples.start, samples.stop)
-                sizes = (len(samples), len(key_heads))
-                for each in map(tile.at, range(tile.count)):
-                    yield _Call(every, group.heads, group.key_heads, each, shared, sizes, biases)
-                continue
-            # Heads without a shared key head are computed together
-            lots = [(group.heads, group.key_heads, len(key_heads))]
-            if shared > 1:
-                lots = [
-                    (_slice(heads[place * shared :][:shared]), slice(key_head, key_head + 1), 1)
-                    for place, key_head in enumerate(key_heads)
-                ]
-            many = key.shape[3] * tile.keys * lots[0][2]
-            for part in _batches(tile, max(_BATCH_NUMEL // many, 1)):
-                for sample in samples:
-                    one = slice(sample, sample + 1)
-                    for own, read, size in lots:
-                        yield _Call(one, own, read, part, shared, (1, size))
+            batch = 1
+            parts = [slice(samples.start, samples.stop)]
+            pairs = [(group.heads, group.key_heads)]
+            if tile.count > 1 and not biases:
+                numel = key.shape[3] * tile.keys
+                if shared == 1:
+                    numel *= len(key_heads)
+                else:
+                    pairs = _pairs(heads, key_heads)
+                batch = max(_BATCH_NUMEL // numel, 1)
+                parts = [slice(sample, sample + 1) for sample in samples]
+            for place in range(0, tile.count, batch):
+                own = replace(tile.at(place), count=min(batch, tile.count - place))
+                for part, (read_by, read) in itertools.product(parts, pairs):
+                    yield _Call(part, read_by, read, own, shared, biases)
 
 
-def _slice(places: range) -> slice:
-    return slice(places.start, places.stop, places.step)
-
-
-def _batches(tile: AttentionTile, many: int) -> Iterator[AttentionTile]:
-    """Divide a tile with a count into runs of at most `many` tiles."""
-    for place in range(0, tile.count, many):
-        yield replace(tile.at(place), count=min(many, tile.count - place))
+def _pairs(heads: range, key_heads: range) -> list[tuple[slice, slice]]:
+    """Return each key head with the query heads that read it."""
+    shared = len(heads) // len(key_heads)
+    found = []
+    for place, key_head in enumerate(key_heads):
+        own = heads[place * shared : (place + 1) * shared]
+        found.append((slice(own.start, own.stop, own.step), slice(key_head, key_head + 1)))
+    return found
 
 
 # -- one tile: with torch's kernel, or with two matmuls
@@ -381,9 +390,7 @@ def _plain_forward(
 
 def _plain_backward(call: _Call, own: _Tensors, scale: float) -> _Gradients:
     weights = (_scores(call, own.query, own.key, scale) - own.sums).exp_()
-    query, out, grad, key, value = (
-        each.to(weights.dtype) for each in (own.query, own.out, own.grad, own.key, own.value)
-    )
+    query, out, grad, _, key, value = (each.to(weights.dtype) for each in own)
     of_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True))
     return of_scores @ key * scale, of_scores.mT @ query * scale, weights.mT @ grad, of_scores
 
