@@ -7,7 +7,7 @@ shards of a parameter are built. For parameters that are frozen at the start, th
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,13 +81,12 @@ class ClientStates:
     @property
     def most_steps(self) -> float:
         """Return the largest number of steps that the state of a parameter counts."""
-        steps = [state.values.get(STEP) for state in self._by_param.values()]
-        counted = [
-            float(each)
-            for each in steps
-            if isinstance(each, (int, float)) or (isinstance(each, Tensor) and each.numel() == 1)
-        ]
-        return max(counted, default=0.0)
+        counted = [0.0]
+        for state in self._by_param.values():
+            steps = state.values.get(STEP)
+            if isinstance(steps, int | float) or (isinstance(steps, Tensor) and steps.numel() == 1):
+                counted.append(float(steps))
+        return max(counted)
 
     def describe(self) -> list[str]:
         """Return one line per state, for comparing the states of all ranks."""
@@ -107,7 +106,7 @@ class ClientStates:
             number = self._number(state, key, value)
             if isinstance(number, PLAIN):
                 found.append((key, type(value), number))
-            elif type(value) in (Tensor, nn.Parameter) and _is_elementwise(state, key, overlap):
+            elif _is_elementwise(value, overlap):
                 found.append((key, value.dtype))
             else:
                 found.append((key, id(value)))
@@ -122,51 +121,50 @@ class ClientStates:
             UsageError: The shard is a part of a parameter, and a state of that parameter is neither
                 a number nor of the parameter's shape.
         """
-        overlaps = list(overlaps_of(shard))
-        states = [state for overlap in overlaps if (state := self._state_of(overlap)) is not None]
-        if not states:
+        parts = list[_ShardPart]()
+        for overlap in overlaps_of(shard):
+            state = self._state_of(overlap)
+            if state is not None:
+                parts.append((overlap, state))
+        if not parts:
             return {}
-        return {key: self._value(shard, overlaps, states, key) for key in states[0].values}
+        return {key: self._value(shard, parts, key) for key in parts[0][1].values}
 
-    def _value(
-        self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str
-    ) -> Any:
-        first = states[0].values[key]
-        if self._number(states[0], key, first) is not _NO_NUMBER:
-            return first.clone() if isinstance(first, Tensor) else first
-        is_whole = (
-            len(overlaps) == 1 and overlaps[0].stop - overlaps[0].start == overlaps[0].slot.numel
-        )
-        is_plain = type(first) in (Tensor, nn.Parameter)
-        if is_plain and all(
-            _is_elementwise(state, key, each) for state, each in zip(states, overlaps, strict=True)
-        ):
-            return self._joined(shard, overlaps, states, key)
-        member = _param_of(overlaps[0])
-        if is_whole and self._part(member) is None and rows_of(member) is None:
-            return first.clone() if is_plain else first
-        shape = f" has shape {tuple(first.shape)}" if isinstance(first, Tensor) else ""
+    def _value(self, shard: MasterShard, parts: Sequence[_ShardPart], key: str) -> Any:
+        """Return one state of a shard: a number, a concatenated tensor, or a whole state."""
+        overlap, state = parts[0]
+        value = state.values[key]
+        is_number = self._number(state, key, value) is not _NO_NUMBER
+        if not is_number and all(_is_elementwise(each.values[key], own) for own, each in parts):
+            return self._joined(shard, parts, key)
+        if is_number or (len(parts) == 1 and self._is_whole(overlap)):
+            return value.clone() if isinstance(value, Tensor) else value
+        shape = f" has shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise UsageError(
-            f"state '{key}' ({type(first).__name__}){shape} that {self._optimizer} has for "
-            f"'{overlaps[0].slot.name}', of shape {overlaps[0].slot.shape}, cannot be split into "
+            f"state '{key}' ({type(value).__name__}){shape} that {self._optimizer} has for "
+            f"'{overlap.slot.name}', of shape {overlap.slot.shape}, cannot be split into "
             "shards.",
             "Only state with the parameter's own shape, and numbers, can be split.",
             'give the optimizer\'s class the attribute granularity = "tensor", so that it receives '
             "whole parameters, or let it create that state in its first step.",
         )
 
-    def _joined(
-        self, shard: MasterShard, overlaps: list[ParamOverlap], states: list[WholeState], key: str
-    ) -> Tensor:
+    def _is_whole(self, overlap: ParamOverlap) -> bool:
+        """Return whether a shard has all elements of the parameter that the client created."""
+        param = _param_of(overlap)
+        is_of_ranks = rows_of(param) is not None or self._part(param) is not None
+        return overlap.stop - overlap.start == overlap.slot.numel and not is_of_ranks
+
+    def _joined(self, shard: MasterShard, parts: Sequence[_ShardPart], key: str) -> Tensor:
         """Return an element-wise state of a shard, concatenated from its parameters."""
-        first = states[0].values[key]
-        dtype = shard.param.dtype if first.dtype == states[0].dtype else first.dtype
+        state = parts[0][1]
+        dtype = state.values[key].dtype
+        if dtype == state.dtype:
+            dtype = shard.param.dtype
         found = torch.zeros(shard.numel, dtype=dtype, device=shard.master.update_device)
-        for overlap, state in zip(overlaps, states, strict=True):
-            flat = self._flat_of(overlap, state.values[key])
-            found[overlap.offset : overlap.offset + overlap.stop - overlap.start].copy_(
-                flat[overlap.start : overlap.stop]
-            )
+        for overlap, each in parts:
+            flat = self._flat_of(overlap, each.values[key])
+            overlap.of(found).copy_(flat[overlap.start : overlap.stop])
         return found.view(shard.param.shape)
 
     def _flat_of(self, overlap: ParamOverlap, value: Tensor) -> Tensor:
@@ -174,14 +172,13 @@ class ClientStates:
 
         The state may have the shape of the whole parameter or of this rank's part.
         """
-        param = _param_of(overlap)
         flat = value.detach().reshape(-1)
-        rows = rows_of(param)
-        part = self._part(param)
         if value.shape == overlap.slot.shape:
             return flat
-        if rows is not None:
+        param = _param_of(overlap)
+        if (rows := rows_of(param)) is not None:
             return flat[rows.start : rows.start + overlap.slot.numel]
+        part = self._part(param)
         assert part is not None
         pieces = assemble(part, 0, part.numel, [(ParamPart.whole(part.shape), 0, flat)])
         return torch.cat([values for _, values in pieces])
@@ -203,18 +200,20 @@ class ClientStates:
 
 
 _NO_NUMBER = object()
+_ShardPart = tuple[ParamOverlap, WholeState]  # a parameter of a shard, and the state of that one
 
 
 def _param_of(overlap: ParamOverlap) -> nn.Parameter:
     return overlap.shard.group.members[overlap.number].param
 
 
-def _is_elementwise(state: WholeState, key: str, overlap: ParamOverlap) -> bool:
-    """Return whether a state has the shape of the parameter or of its part here."""
+def _is_elementwise(value: Any, overlap: ParamOverlap) -> bool:
+    """Return whether a state is a tensor of the shape of its parameter or of a part of it."""
+    if type(value) not in (Tensor, nn.Parameter):
+        return False
     param = _param_of(overlap)
-    shape = tuple(state.values[key].shape)
     forms = [overlap.slot, rows_of(param), split_of(param)]
-    return any(form is not None and shape == tuple(form.shape) for form in forms)
+    return any(form is not None and value.shape == tuple(form.shape) for form in forms)
 
 
 def _described(value: Any) -> str:
