@@ -6,10 +6,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..base.errors import UsageError
 from ..base.work import Work
 from .transports.base import Wait, no_wait
 
 Finish = Callable[[], None]
+
+
+def _error_of_later_waits(error: BaseException) -> Exception:
+    """Return what later waits raise after a wait that ended with `error`."""
+    if isinstance(error, Exception):
+        return error
+    return UsageError(
+        f"the engine is used after {type(error).__name__} ended its wait for other ranks.",
+        "The data of that collective may be incomplete, and it cannot be repeated on one rank.",
+        "create the engine again and load the last checkpoint, or end the program.",
+    )
 
 
 @dataclass
@@ -26,14 +38,14 @@ class Pending:
     is_here: Callable[[], bool] | None = None
     _issue: Callable[[], None] | None = None
     _done: bool = False
-    # Set if the collective failed or Ctrl-C ended the wait; every `wait()` raises it again
-    _error: BaseException | None = None
+    _error: Exception | None = None  # Set if the collective failed; later waits raise it
 
     def wait(self) -> None:
         """Wait until the data may be used.
 
         Raises:
             PeerError: Another rank failed or called a different collective.
+            UsageError: Ctrl-C or an exit ended an earlier wait.
         """
         if self._error is not None:
             raise self._error
@@ -52,7 +64,7 @@ class Pending:
                 if finish is not None:
                     finish()
             except BaseException as error:
-                self._error = error
+                self._error = _error_of_later_waits(error)
                 raise
 
     def then(self, finish: Finish) -> Pending:
@@ -166,7 +178,7 @@ class QueuedCollective:
             self.transfer.wait()
             self.pending = self.start()
         except BaseException as error:
-            self.pending = Pending(no_wait, _error=error)
+            self.pending = Pending(no_wait, _error=_error_of_later_waits(error))
             raise
 
     def is_done(self) -> bool:

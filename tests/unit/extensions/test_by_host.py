@@ -255,11 +255,13 @@ def test_a_queued_collective_that_failed_raises_its_error_in_every_wait() -> Non
     assert not queue.is_open
 
 
-def test_a_collective_whose_wait_was_interrupted_is_not_complete() -> None:
+def test_after_ctrl_c_in_a_wait_later_waits_raise_an_error_that_explains_it() -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    pending = Pending(interrupt)
-    for _ in range(2):
+    for pending in (Pending(interrupt), OrderedIssueQueue().add(Step(), interrupt)):
         with pytest.raises(KeyboardInterrupt):
             pending.wait()
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"KeyboardInterrupt(.|\n)*engine again"):
+                pending.wait()
