@@ -103,8 +103,8 @@ class PendingSave:
         self._staged = StagedOutput(directory / tag)
         self.final = self._staged.final
         self.hidden = self._staged.path
-        self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
         try:
+            self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
             held = run_and_gather(self._comm, "saving: what ranks hold", self._held)
             if contents.client and held[self._comm.rank]["client"] != held[0]["client"]:
                 self._own_client = encode(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ def test_a_custom_load_fn_that_is_no_function_is_refused(tmp_path: Path) -> None
     ("layout", "interrupted"),
     [
         ("slices", (BackgroundWrite, "write")),
+        ("slices", (secrets, "token_hex")),  # after the hidden folder is locked
         ("deepspeed", (BackgroundWrite, "write")),
         ("deepspeed", (deepspeed_layout, "_rewrite")),
     ],
