@@ -109,9 +109,13 @@ def test_a_stage_between_the_first_and_the_last_needs_no_data() -> None:
     parts = [LayerSpec(nn.Linear, 4, 4) for _ in range(3)]
     engine = engine_of(PipelineModule(parts, num_stages=3, loss_fn=nn.functional.mse_loss), 1)
     batch = torch.ones(2, 4), torch.zeros(2, 4)
-    data = None if here() == 1 else iter([batch] * 2 * MANY)
+    data = None if here() == 1 else iter([batch] * (3 * MANY - 1))
     first = engine.train_batch(data)
     assert engine.eval_batch(data) < first
+    with pytest.raises(StopIteration):
+        engine.train_batch(data)
+    with pytest.raises(StopIteration):
+        engine.eval_batch(data)
 
 
 @pytest.mark.ranks(2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ...base.errors import DeepSeekZeroError, UsageError
+from ...comm.collectives import propagate_errors
 from ...engine.whole_steps import endless, evaluate, own_batches, train_batch
 from . import activation_checkpointing
 from .engine import DeepSpeedEngine
@@ -73,7 +75,8 @@ class PipelineEngine(DeepSpeedEngine):
             UsageError: There is no data to read, a micro-batch is not a pair, the loss is not a
                 scalar, the engine has no optimizer, or `pipeline.rows` is "own" and there are
                 several stages.
-            StopIteration: The iterator yields fewer micro-batches than a step needs.
+            StopIteration: The iterator yields fewer micro-batches than a step needs. With more than
+                two stages, it is raised on every rank of the pipeline.
             SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
                 (checkpoint.save_on_signal).
             PeerError: Another rank failed or issued a different collective.
@@ -81,7 +84,8 @@ class PipelineEngine(DeepSpeedEngine):
         Note:
             Collective: every rank must call it.
         """
-        return train_batch(self, self._read(data_iter))
+        data = self._read(data_iter, self._batch.accumulation, uses_loader=True)
+        return train_batch(self, data)
 
     def eval_batch(  # type: ignore[override]
         self,
@@ -118,13 +122,15 @@ class PipelineEngine(DeepSpeedEngine):
             UsageError: There is no data to read, `num_micro_batches` is not a positive integer, a
                 micro-batch is not a pair, the loss is not a scalar, or `pipeline.rows` is "own" and
                 there are several stages.
-            StopIteration: The iterator yields fewer micro-batches than needed.
+            StopIteration: The iterator yields fewer micro-batches than needed. With more than two
+                stages, it is raised on every rank of the pipeline.
             PeerError: Another rank failed or issued a different collective.
 
         Note:
             Collective: every rank must call it.
         """
-        found: Any = self._read(data_iter)
+        many = num_micro_batches or self._batch.accumulation
+        found: Any = self._read(data_iter, many, uses_loader=self._batch_fn is not None)
         returns_outputs = not compute_loss and reduce_output is None
         keeps_outputs = return_logits or returns_outputs
         loss, outputs = evaluate(
@@ -135,17 +141,40 @@ class PipelineEngine(DeepSpeedEngine):
             return result
         return result, None if outputs is None else outputs[-1]
 
-    def _read(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
+    def _read(
+        self, given: Iterator[Any] | None, many: int, *, uses_loader: bool
+    ) -> Iterator[Any] | None:
+        """Return the iterator over the `many` micro-batches of a call; None if there are no data.
+
+        If `uses_loader`, the engine's data loader is read if there are no other data.
+        """
         data = given if given is not None else self._data
         reads = self.is_first_stage() or self.is_last_stage()
-        if data is None and not reads and self.training_dataloader is None:
-            return repeat((None, None))
-        if data is None and self._batch_fn is not None:
-            data = own_batches(self)
+        is_idle = data is None and not reads and self.training_dataloader is None
+        if is_idle:
+            data = repeat((None, None))
+        elif data is None and uses_loader:
+            with propagate_errors(self.runtime.comm):
+                data = own_batches(self)
         # `map` would read a list from its beginning in every step.
-        if data is None or self._batch_fn is None or not hasattr(data, "__next__"):
+        if data is None or not hasattr(data, "__next__"):
             return data
-        return map(self._batch_fn, data)
+        if self._batch_fn is not None and not is_idle:
+            data = map(self._batch_fn, data)
+        return data if self.mesh.pp <= 2 else self._of_all_ranks(data, many)
+
+    def _of_all_ranks(self, data: Iterator[Any], many: int) -> Iterator[Any]:
+        """Yield the micro-batches of a call if no rank of the pipeline has too few of them.
+
+        Otherwise yield nothing, because a stage without data would wait for the other stages.
+        """
+        with propagate_errors(self.runtime.comm):
+            found = list(islice(data, many))
+        pipeline = self.parts.pipeline
+        assert pipeline is not None
+        counts = pipeline.gather_rows(torch.tensor([len(found)]), "micro-batches of a call")
+        if int(counts.min()) == many:
+            yield from found
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Set the iterator that `train_batch` reads if it is called without an iterator.
