@@ -54,6 +54,7 @@ class Recorder:
                 "make_folder",
                 "sync_folder",
                 "rename",
+                "link",
                 "remove",
             ):
                 patch.setattr(files, verb, self._recorded(verb, getattr(files, verb)))
@@ -135,6 +136,10 @@ class Disk:
     def _rename(self, source: Path, target: Path) -> None:
         (before, old), (after, new) = self._at(source), self._at(target)
         after.names[new] = before.names.pop(old)
+
+    def _link(self, source: Path, target: Path) -> None:
+        (before, old), (after, new) = self._at(source), self._at(target)
+        after.names[new] = before.names[old]
 
     def _remove(self, path: Path) -> None:
         folder, name = self._at(path)

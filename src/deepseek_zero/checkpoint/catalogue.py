@@ -450,7 +450,7 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
         for each in unused:
             if each.path.is_dir():
                 if each.state == "replaced":
-                    _keep_other_files(each.path, directory / each.tag)
+                    keep_other_files(each.path, directory / each.tag)
                 _remove(each.path, each.tag)
             else:
                 files.remove(each.path)
@@ -464,12 +464,19 @@ def remove_replaced(folder: Path) -> None:
     """
     replaced = replaced_path(folder)
     if replaced.exists():
-        _keep_other_files(replaced, folder)
+        keep_other_files(replaced, folder)
         files.remove_folder(replaced)
 
 
-def _keep_other_files(replaced: Path, folder: Path) -> None:
-    """Move what no layout has written from a replaced checkpoint to the new one."""
+def keep_other_files(replaced: Path, folder: Path) -> None:
+    """Keep what no layout has written, when a replaced checkpoint will be removed.
+
+    It is moved or linked to `folder`, unless a newer file of the same name exists there.
+
+    Args:
+        replaced: Folder of the replaced checkpoint.
+        folder: Folder of the new checkpoint.
+    """
     patterns = [pattern for layout in known_layouts() for pattern in layout.patterns]
     others = [
         path
@@ -478,7 +485,15 @@ def _keep_other_files(replaced: Path, folder: Path) -> None:
         and not (folder / path.name).exists()
     ]
     for path in others:
-        files.rename(path, folder / path.name)
+        if path.is_dir():
+            files.rename(path, folder / path.name)
+            continue
+        try:
+            files.link(path, folder / path.name)
+        except FileExistsError:  # the program has written it in the meantime
+            continue
+        except OSError:  # a file system without links
+            files.rename(path, folder / path.name)
     if others:
         files.sync_folder(folder)
 

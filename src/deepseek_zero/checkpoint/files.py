@@ -205,6 +205,16 @@ def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 
 
+def link(source: Path, target: Path) -> None:
+    """Give a file a second name.
+
+    Args:
+        source: Current path.
+        target: The second path. If it exists, FileExistsError is raised.
+    """
+    os.link(source, target, follow_symlinks=False)
+
+
 def remove(path: Path) -> None:
     """Remove a file."""
     os.unlink(path)

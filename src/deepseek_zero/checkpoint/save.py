@@ -14,6 +14,7 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..base.mesh import AXES
 from ..planner.describe import describe_states
 from . import files
 from .background_write import BackgroundWrite
-from .catalogue import remove_replaced, replaced_path
+from .catalogue import keep_other_files, remove_replaced, replaced_path
 from .contents import Contents, SaveSettings
 from .format import (
     BUFFER,
@@ -337,7 +338,8 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
     """Rename a finished folder, and optionally write its name into `latest`.
 
     The previous checkpoint of the same tag is kept under a hidden name until `remove_replaced`,
-    because removing gigabytes takes time.
+    because removing gigabytes takes time. Files that the program has added to it are moved at once,
+    before the program can write them again.
 
     Args:
         hidden: Finished folder under its hidden name.
@@ -349,6 +351,9 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
         files.rename(final, replaced_path(final))
     files.rename(hidden, final)
     files.sync_folder(final.parent)
+    if replaced_path(final).exists():
+        with suppress(OSError):  # the removal tries it again
+            keep_other_files(replaced_path(final), final)
     if latest:
         files.replace_text(final.parent / LATEST, final.name)
 

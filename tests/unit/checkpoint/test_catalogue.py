@@ -25,11 +25,12 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint import catalogue, readahead, verify
+from deepseek_zero.checkpoint import catalogue, files, readahead, verify
 from deepseek_zero.checkpoint import format as manifest
 from deepseek_zero.checkpoint.catalogue import CheckpointInfo, Retention
 from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.checkpoint.safetensors_file import read_header
+from deepseek_zero.engine import saving
 from tests.crash import flip
 
 # Communicator of a single rank.
@@ -436,6 +437,43 @@ def test_files_of_the_program_stay_if_their_tag_is_saved_again(tmp_path: Path, l
     engine.save_checkpoint(tmp_path, tag="last")
     assert sorted(path.name for path in theirs.iterdir()) == ["first.json", "second.json"]
     assert not catalogue.leftovers(tmp_path)
+
+
+def test_files_of_the_program_are_kept_before_a_save_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "apply_retention", lambda *_: None)  # of another thread
+    engine = build()
+    engine.save_checkpoint(tmp_path, tag="last")
+    notes = tmp_path / "last" / "notes.txt"
+    notes.write_text("kept")
+    engine.save_checkpoint(tmp_path, tag="last")
+    assert notes.read_text() == "kept"
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_the_program_writes_meanwhile_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_links: bool
+) -> None:
+    replaced = tmp_path / ".last.replaced"
+    for folder in (replaced, tmp_path / "last"):
+        folder.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (replaced / name).write_text("older")
+    link = files.link
+
+    def write_before(source: Path, target: Path) -> None:
+        if not has_links:
+            raise PermissionError
+        if source.name == "a.txt":
+            target.write_text("newer")
+        link(source, target)
+
+    monkeypatch.setattr(files, "link", write_before)
+    catalogue.remove_replaced(tmp_path / "last")
+    assert (tmp_path / "last" / "a.txt").read_text() == ("newer" if has_links else "older")
+    assert (tmp_path / "last" / "b.txt").read_text() == "older"
+    assert not replaced.exists()
 
 
 def test_files_of_the_program_are_not_removed_with_leftovers(directory: Path) -> None:
