@@ -31,6 +31,7 @@ from ..kernels.threads import threads_for
 from ..planner.spec import ShardPlan
 from ..precision.compact import StochasticRounding
 from ..precision.policy import LOW_PRECISION
+from ..sharding.main_weight import MasterWeight
 from .inner_step import Decision
 from .master_shard import MasterShard, Tile
 from .moments import Moments
@@ -65,8 +66,8 @@ class Memory:
 
     Attributes:
         gradient: The gradient of the shard, flat.
-        main: First tensor that `MasterWeight.for_kernel` returns.
-        other: Second tensor that `MasterWeight.for_kernel` returns, or None.
+        main: First tensor that `written_tensors` returns.
+        other: Second tensor that `written_tensors` returns, or None.
         states: Optimizer states in the order of the kernel variant.
     """
 
@@ -99,13 +100,36 @@ class Memory:
         )
 
 
+def written_tensors(master: MasterWeight, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+    """Return the one or two flat tensors that a kernel writes, on the device of the update.
+
+    Args:
+        master: The main weight.
+        start: The first element of the range in this rank's main weight.
+        stop: The end of the range.
+
+    Returns:
+        The values, and the weight; None if `copy_to_weight` has to write the weight. Of a split
+        main weight they are the bf16 weight and the remainders.
+    """
+    master.buffer.guard.before_write()
+    own = master.buffer.at_update_device(start, stop)
+    if master.weight is None:
+        return own, None
+    weight = master.weight.at_update_device(start, stop)
+    if master.is_split:
+        return weight, own
+    is_published = weight.device == own.device and weight.dtype in LOW_PRECISION
+    return own, weight if is_published else None
+
+
 def layout_of(gradient: Tensor, main: Tensor, other: Tensor | None, moments: str) -> Layout:
     """Return the dtypes and storage formats of a shard's tensors.
 
     Args:
         gradient: The gradient of the shard, flat.
-        main: The first tensor that `MasterWeight.for_kernel` returns.
-        other: The second tensor that `MasterWeight.for_kernel` returns, or None.
+        main: The first tensor that `written_tensors` returns.
+        other: The second tensor that `written_tensors` returns, or None.
         moments: The planned format of the moments, "fp32" or "bf16".
     """
     is_split = other is not None and other.dtype == torch.int16
@@ -310,7 +334,7 @@ class OnePass:
         variant = self.variant(shard.param, group)
         if variant is None:
             return False
-        main, other = shard.master.for_kernel(shard.start, shard.stop)
+        main, other = written_tensors(shard.master, shard.start, shard.stop)
         layout = layout_of(grad, main, other, shard.group.plan.moments_format)
         if not self.is_exact(variant, layout, main.device):
             return False

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..base.device import CPU
 from ..planner.spec import Placement
 from ..precision.compact import round_to_bf16
-from ..precision.policy import LOW_PRECISION, cast_master
+from ..precision.policy import cast_master
 from ..tiers.tier import CopyEngine, Storage
 from .buffer import FlatBuffer
 
@@ -117,21 +117,6 @@ class MasterWeight:
             round_to_bf16(values, own, chance)
         else:
             cast_master(values, own)
-
-    def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """Return the one or two flat tensors that an update kernel writes, on its device.
-
-        Returns:
-            The values, and the weight; None if `copy_to_weight` has to write the weight. Of a split
-            main weight they are the bf16 weight and the remainders.
-        """
-        self.buffer.guard.before_write()
-        own = self.buffer.at_update_device(place, end)
-        if self.weight is None:
-            return own, None
-        other = self.weight.at_update_device(place, end)
-        is_published = other.device == own.device and other.dtype in LOW_PRECISION
-        return own, other if is_published else None
 
     def copy_to_weight(self, place: int, end: int) -> None:
         """Cast the values into the weight, unless it is the main weight or half of it."""

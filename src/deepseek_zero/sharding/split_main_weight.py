@@ -65,10 +65,5 @@ class SplitMasterWeight(MasterWeight):
             if half is not each:
                 each.copy_(half)
 
-    def for_kernel(self, place: int, end: int) -> tuple[Tensor, Tensor | None]:
-        self.buffer.guard.before_write()
-        lower = self.buffer.at_update_device(place, end)
-        return self._upper.at_update_device(place, end), lower
-
     def copy_to_weight(self, place: int, end: int) -> None:
         """Do nothing, because the weight is half of the main weight."""
