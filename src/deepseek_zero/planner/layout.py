@@ -89,23 +89,6 @@ class FlatLayout:
         low, high = self.bounds(rank)
         return max(slot.start, low), min(slot.stop, high)
 
-    def cuts(self, start: int, stop: int, tile_numel: int) -> list[tuple[int, int]]:
-        """Cut a flat range at slice boundaries and every `tile_numel` elements of a slice.
-
-        A fused kernel processes the last few elements of a tensor with other instructions, which
-        may round differently. The cuts therefore depend only on the layout, and not on the stage (a
-        replicated main weight is cut like a sharded one), the memory or the parameter groups.
-        """
-        found = []
-        while start < stop:
-            low = start // self.slice_numel * self.slice_numel
-            end = min(
-                stop, low + self.slice_numel, low + ((start - low) // tile_numel + 1) * tile_numel
-            )
-            found.append((start, end))
-            start = end
-        return found
-
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The flat ranges [start, stop) of padding, which belongs to no parameter."""

@@ -207,10 +207,25 @@ def shard_ranges(
         else:
             runs.append((start, stop, [(slot.name, start, stop)]))
     for start, stop, held in runs:
-        for first, last in group.layout.cuts(start, stop, tile_numel):
+        for first, last in _cuts(group.layout.slice_numel, start, stop, tile_numel):
             covered = tuple(name for name, begin, end in held if begin < last and first < end)
             found.append(ShardRange(group, first, last, covered, (last - first,)))
     return found
+
+
+def _cuts(slice_numel: int, start: int, stop: int, tile_numel: int) -> Iterator[tuple[int, int]]:
+    """Cut a flat range at slice boundaries and every `tile_numel` elements of a slice.
+
+    A fused kernel processes the last few elements of a tensor with other instructions, which may
+    round differently. The cuts therefore depend only on the layout, and not on the stage (a
+    replicated main weight is cut like a sharded one), the memory or the parameter groups.
+    """
+    while start < stop:
+        low = start // slice_numel * slice_numel
+        next_tile = low + ((start - low) // tile_numel + 1) * tile_numel
+        end = min(stop, low + slice_numel, next_tile)
+        yield start, end
+        start = end
 
 
 @dataclass(frozen=True)
