@@ -103,8 +103,10 @@ class Forward:
             self.comm.meter.clock.enter("forward")
         is_outermost = step.is_outermost
         is_first = step.uses.is_first(unit)
-        was_unsharded = unit.state is not UnitState.SHARDED
-        frame = ForwardFrame(unit, was_unsharded, is_first)
+        # Recompute one tile at a time, as in forward.
+        is_recomputed = unit.is_tile and step.phase is Phase.BACKWARD
+        releases = is_recomputed and unit.state is UnitState.SHARDED
+        frame = ForwardFrame(unit, releases, is_first)
         step.active.append(frame)
         begins_step = torch.is_grad_enabled() and step.is_between_steps
         if begins:
@@ -112,8 +114,6 @@ class Forward:
         if unit is self.root and begins_step:
             for check in self.before_first_forwards:
                 check()
-        # Recompute one tile at a time, as in forward.
-        is_recomputed = unit.is_tile and step.phase is Phase.BACKWARD
         self.gathers.unshard(unit, in_turn=not is_recomputed, externals=True)
         if is_outermost:
             for enter in self.borders:
@@ -174,13 +174,10 @@ class Forward:
         for leave in frame.leaves:
             result = leave(result)
             output = result if output is not None else None
-        if not is_whole:
-            self.gathers.after_forward(
-                unit,
-                training=is_recorded,
-                recomputes=self.step.phase is Phase.BACKWARD,
-                was_unsharded=frame.was_unsharded,
-            )
+        if frame.releases:
+            unit.reshard()
+        elif not is_whole and self.step.phase is not Phase.BACKWARD:  # which releases it itself
+            self.gathers.after_forward(unit, training=is_recorded)
         return output
 
     def _end_pass(self, is_recorded: bool) -> None:

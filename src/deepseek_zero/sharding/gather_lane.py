@@ -101,8 +101,8 @@ class GatherLane:
 
         Args:
             unit: The unit whose weights are needed.
-            in_turn: Whether to advance the schedule to the unit. False for a part of a large layer
-                (tile) that backward recomputes, because it occurs later in the schedule.
+            in_turn: Whether to advance the schedule to the unit. False for a use that backward
+                recomputes by itself, because the schedule contains the unit later.
             externals: Whether to also unshard units whose parameters the forward of this unit
                 reads.
         """
@@ -119,22 +119,13 @@ class GatherLane:
             for other in unit.externals:
                 self.unshard(other)
 
-    def after_forward(
-        self, unit: Unit, *, training: bool, recomputes: bool, was_unsharded: bool
-    ) -> None:
+    def after_forward(self, unit: Unit, *, training: bool) -> None:
         """Release a unit after its forward, if the schedule contains the release.
 
         Args:
             unit: The unit whose forward has ended.
             training: Whether the outputs of the forward need gradients.
-            recomputes: Whether backward recomputes the forward. It then releases the unit itself,
-                except a tile that was gathered only for this forward.
-            was_unsharded: Whether its weights were unsharded before the forward.
         """
-        if recomputes:
-            if unit.is_tile and not was_unsharded:
-                unit.reshard()
-            return
         walk = self.schedule.forward if training else self.schedule.inference
         if unit.number in walk.released and unit.number:  # the root stays until the end
             unit.reshard()

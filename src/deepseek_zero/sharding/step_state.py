@@ -53,7 +53,7 @@ class ForwardFrame:
 
     Attributes:
         unit: The unit whose forward is running.
-        was_unsharded: Whether its weights were already unsharded before.
+        releases: Whether backward recomputes it, and gathered the unit only for this.
         is_first: Whether this is its first use in this forward. Only a tile can be used again.
         leaves: Functions that convert the output.
         contexts: The context managers to exit after the forward (saved-tensor hooks, autocast).
@@ -61,7 +61,7 @@ class ForwardFrame:
     """
 
     unit: Unit
-    was_unsharded: bool
+    releases: bool
     is_first: bool
     leaves: list[Leave] = field(default_factory=list)
     contexts: list[Any] = field(default_factory=list)

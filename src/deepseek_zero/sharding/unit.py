@@ -6,6 +6,7 @@ The parameters of a transformer block are typically one unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from torch import nn
@@ -54,15 +55,10 @@ class Unit:
     """
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        groups: Sequence[ParamGroup],
-        number: int,
-        *,
-        is_tile: bool = False,
+        self, planned: UnitPlan, module: nn.Module, groups: Sequence[ParamGroup], number: int
     ) -> None:
-        self.name = name
+        self._planned = planned
+        self.name = planned.name
         self.module = module
         self.number = number
         self._state = UnitState.SHARDED
@@ -73,7 +69,7 @@ class Unit:
         self.reduced_in_backward = False
         self.is_pinned = False
         self.is_promoted = False
-        self.is_tile = is_tile
+        self.is_tile = planned.is_tile
         self.externals: list[Unit] = []
         self.watch: Callable[[Unit], None] | None = None
 
@@ -115,7 +111,7 @@ class Unit:
     @property
     def planned(self) -> UnitPlan:
         """The current plan of the unit."""
-        return UnitPlan(self.name, tuple(group.planned for group in self.groups), self.is_tile)
+        return replace(self._planned, groups=tuple(group.planned for group in self.groups))
 
     @property
     def is_copied(self) -> bool:

@@ -82,7 +82,7 @@ def wrap_model(
     units = list[Unit]()
     for number, planned in enumerate(plan.units):
         module = modules[planned.name] if number else model
-        units.append(Unit(planned.name, module, built[number], number, is_tile=planned.is_tile))
+        units.append(Unit(planned, module, built[number], number))
     pool.clear()  # drop the buffers in which units were packed
     _place_buffers(model, comm, device)
     return Runtime(model, units, parts.comm_ctx, plan)
