@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .. import extensions, parallel
+from .. import parallel
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..extensions.group_parts import group_parts
-from ..extensions.idle_memory import free_idle_memory
-from ..extensions.loss_factor import LossFactor
-from ..extensions.model_changes import watch_changes
 from ..extensions.policies import PolicySettings, policies_of
-from ..extensions.root_parts import gather_parts
-from ..extensions.state_dicts import StateDicts
-from ..extensions.tuning import tune_sizes
 from ..extensions.zero_init import ready_units
 from ..optim.shard_set import ShardSet
 from ..optim.sharded import ShardedOptimizer
@@ -30,7 +24,7 @@ from ..sharding.wrap import wrap_model
 from .changes import refuse_cuts
 from .connecting import compare_capabilities, compare_ranks, connect, prepare_machine
 from .dialect import BuildRules
-from .features import add_features, change_model, inspect_model
+from .features import add_features, attach_extensions, change_model, inspect_model
 from .memories import check_space, commit, open_tiers
 from .memory_advice import MemoryAdvice, explain_uncaught
 from .optimizer import Client, OptimizerParts, optimizer_parts
@@ -104,14 +98,7 @@ def assemble(
         check_space(plan, tiers, comm)
         compare_ranks(model, plan, comm)
         runtime = wrap_model(model, plan, comm, tiers, group_parts, ready_units)
-        LossFactor(runtime, scaler, is_strict=rules.model.requires_scaled_loss)
-        gather_parts(runtime)
-        watch_changes(runtime, ignores_new_params=rules.model.allows_unmanaged_params)
-        state_dicts = StateDicts(runtime, gathers=rules.model.gathers_state_dict)
-        if any(unit.is_tile for unit in plan.units):
-            extensions.follow_tiles(runtime)
-        free_idle_memory(runtime)
-        tune_sizes(runtime)
+        state_dicts = attach_extensions(runtime, scaler, rules.model)
         log_whole_weights(plan)
         optimizer = _optimizer_of(runtime, plan, chosen, policies, step_settings, scaler, rules)
         commit(tiers, comm)  # allocates the pages, after the model's own values were freed

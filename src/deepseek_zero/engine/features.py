@@ -11,15 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .. import activations, attention, engine, parallel
+from .. import activations, attention, engine, extensions, parallel
 from ..activations.recompute import RecomputeSettings, configure_for, release_with
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
+from ..extensions.idle_memory import free_idle_memory
+from ..extensions.loss_factor import LossFactor
+from ..extensions.model_changes import watch_changes
+from ..extensions.root_parts import gather_parts
+from ..extensions.state_dicts import StateDicts
 from ..extensions.ties import refuse_modules, refuse_owned, tie_shared
+from ..extensions.tuning import tune_sizes
+from ..precision.loss_scale import LossScaler
+from ..sharding.runtime import Runtime
 from .changes import change_piece, change_whole, refuse_changes_on
 from .determinism import Determinism
+from .dialect import ModelRules
 from .parts import Parts
 from .pieces import PiecePlans, Stages, cut_along_axes, plan_layers, refuse_auto_on
 from .saving import Saver
@@ -98,6 +107,28 @@ def change_model(
     stages, pieces = cut_along_axes(config, model, mesh, comm, example, sequence, layers)
     change_piece(model, comm, config)
     return ModelChanges(pieces, stages, recomputing, sparse)
+
+
+def attach_extensions(runtime: Runtime, scaler: LossScaler | None, rules: ModelRules) -> StateDicts:
+    """Attach the extensions that every engine has to its wrapped model.
+
+    Args:
+        runtime: The runtime of the wrapped model.
+        scaler: The loss scaler of fp16; None if losses are not scaled.
+        rules: The behavior of the model that the calling API chooses.
+
+    Returns:
+        The object that makes `state_dict()` of the model work with whole tensors.
+    """
+    LossFactor(runtime, scaler, is_strict=rules.requires_scaled_loss)
+    gather_parts(runtime)
+    watch_changes(runtime, ignores_new_params=rules.allows_unmanaged_params)
+    state_dicts = StateDicts(runtime, gathers=rules.gathers_state_dict)
+    if any(unit.is_tile for unit in runtime.units):
+        extensions.follow_tiles(runtime)
+    free_idle_memory(runtime)
+    tune_sizes(runtime)
+    return state_dicts
 
 
 def add_features(
