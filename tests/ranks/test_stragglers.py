@@ -73,5 +73,5 @@ def test_ranks_that_are_alike_are_not_named() -> None:
 @pytest.mark.ranks(2)
 def test_ranks_of_one_host_send_it_no_message() -> None:
     engine, *_ = deepseek_zero.initialize(model=Sleepy(None), config={"optimizer": {"type": "SGD"}})
-    assert engine.step_fields.stragglers is None
+    assert engine.parts.step_fields.stragglers is None
     engine.destroy()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .. import attention, checkpoint, engine, report
 from ..base.errors import NotBuiltError, UsageError
 from ..base.given import path_of, refuse, whole_number
 from ..base.log import log_once
+from ..base.mesh import Mesh
 from ..base.world import is_rank_zero
 from ..checkpoint.contents import SaveSettings
 from ..checkpoint.format import LATEST, LATEST_UNIVERSAL
@@ -31,10 +32,15 @@ from ..engine.engine import Engine
 from ..engine.exporting import Exports
 from ..engine.memory import memory_report, traced
 from ..engine.micro_batches import change_accumulation, refuse_destroyed
+from ..engine.parts import Parts
 from ..engine.state_offload import KINDS, StateOffload
 from ..optim.inner_states import load_states
 from ..report.measure import MemoryReport
+from ..sharding.irregular_passes import reduce_step
 from ..sharding.step_state import Phase
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
 
 
 class NoFolderError(UsageError, ValueError):
@@ -64,6 +70,19 @@ class ZeroEngine(Exports, Engine):
 
     preferred_layout = ""  # layout of checkpoints if the configuration names none
     _compiled_units: Sequence[Callable[[], None]] = ()
+    _has_logged_direct_step = False
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        parts: Parts,
+        lr_scheduler: Any = None,
+        training_dataloader: Any = None,
+    ) -> None:
+        super().__init__(config, mesh, parts, lr_scheduler, training_dataloader)
+        if parts.optimizer is not None:
+            parts.optimizer.step_through(self._step_directly)
 
     @cached_property
     def _states(self) -> StateOffload:
@@ -626,6 +645,38 @@ class ZeroEngine(Exports, Engine):
         self._states.refuse()
         super().step(lr_kwargs)
 
+    def _step_directly(self) -> None:
+        """Update the weights with all gradients since the last step, for `optimizer.step()`.
+
+        It may be called at any point of an accumulation. Counters and the learning rate change as
+        at the end of an accumulation in `step`. The first call logs a message about this.
+
+        Note:
+            Collective: every rank of the world must call it.
+        """
+        assert self.optimizer is not None
+        refuse_destroyed(self.runtime, "optimizer.step")
+        self._refuse_open_blocks()
+        if not self._has_logged_direct_step:
+            self._has_logged_direct_step = True
+            log_once(
+                "optimizer.step() was called directly: it counts as a step of the engine and "
+                "advances its learning-rate schedule, like engine.step() at the end of an "
+                "accumulation.  Do not call lr_scheduler.step() as well."
+            )
+        is_managed = self.config.managed_gradient_accumulation
+        counted = self.begun if is_managed else 0
+        step = self.runtime.step
+        taken = 1
+        if self.parts.loop is None:
+            taken = max(1, step.backwards - counted)
+            if step.backwards and not step.is_boundary:
+                reduce_step(self.runtime.backward)
+        self._count(taken)
+        if is_managed:
+            self.micro_steps = (self.global_steps + 1) * self._batch.accumulation
+        self._end_step(self.optimizer.update, {})
+
     # -- inspection
 
     @property
@@ -669,7 +720,7 @@ class ZeroEngine(Exports, Engine):
         steps = engine.lines_about_steps(self.runtime, self.optimizer)
         plan = self.plan()
         network = engine.lines_about_network(self.runtime, plan)
-        stragglers = self.step_fields.stragglers
+        stragglers = self.parts.step_fields.stragglers
         if stragglers is not None and stragglers.link:
             network.append(stragglers.link)
         return "\n".join([*plan.explain(), *capabilities, *steps, *network, *parked])

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .explaining import describe, lines_about_network, lines_about_steps
     from .integrity import Integrity
     from .preemption import Preemption
-    from .whole_steps import evaluate, step_directly, train_batch
+    from .whole_steps import evaluate, train_batch
 
 __all__ = [
     "Integrity",
@@ -24,7 +24,6 @@ __all__ = [
     "evaluate",
     "lines_about_network",
     "lines_about_steps",
-    "step_directly",
     "train_batch",
 ]
 
@@ -36,6 +35,6 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept every name
             "explaining": "describe lines_about_network lines_about_steps",
             "integrity": "Integrity",
             "preemption": "Preemption",
-            "whole_steps": "evaluate step_directly train_batch",
+            "whole_steps": "evaluate train_batch",
         },
     )

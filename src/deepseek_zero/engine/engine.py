@@ -14,16 +14,13 @@ from ..comm.agreement import AllRanks
 from ..extensions.loss_factor import loss_factor_of
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
-from ..sharding.irregular_passes import join_skipped_passes
 from ..sharding.runtime import Runtime
 from .losses import Losses
-from .micro_batches import HeldReductions, OnceWarnings, has_graph
+from .micro_batches import HeldReductions
 from .module_wrapper import StandsForModule
 from .observer import Observer
 from .optimizer import move_rates
 from .parts import Parts, plan_of
-from .step_fields import StepFields
-from .stragglers import stragglers_of
 
 # Importing pydantic takes time: only modules that read a configuration import it at run time.
 if TYPE_CHECKING:
@@ -72,26 +69,16 @@ class Engine(StandsForModule):
         self.micro_steps = 0
         self.skipped_steps = 0
         self.global_samples = 0
-        # Sizes of the data and model axes of the run that saved the loaded checkpoint
-        self.loaded_ranks: Mapping[str, int] | None = None
         self._boundary: bool | None = None
         self._backwards = 0  # number of backwards since the last step
         self.held_reductions = HeldReductions()
         # Iterates over `training_dataloader`, after its first use
         self.own_batches: Iterator[Any] | None = None
         self._stepped = False
-        self._warnings = OnceWarnings()
         self._batch = config.batch
-        self.step_fields = StepFields(
-            parts.preemption, stragglers_of(mesh, parts.runtime.comm), parts.integrity
-        )
         self.observer.planned(self.plan())
-
-        def reached() -> object:  # changes with each backward
-            return parts.runtime.step.backwards, getattr(parts.loop, "waiting", 0)
-
         self._loss_factor = loss_factor_of(parts.runtime)
-        self._losses = Losses(reached, self.observer.loss)
+        self._losses = Losses(parts.backwards.reached, self.observer.loss)
 
     @property
     def runtime(self) -> Runtime:
@@ -113,8 +100,7 @@ class Engine(StandsForModule):
         self.observer.saw((*args, *kwargs.values()))
         with self.observer.timed("forward"), self.parts.advice.explaining("forward"):
             if self.parts.loop is not None:
-                with self._losses.paused():
-                    return self.parts.loop(args, kwargs)
+                return self.parts.loop(args, kwargs)
             with self.observer.profiled(self), self._loss_factor.entered():
                 # The first child is `self.module`. Reading that attribute would go through
                 # `__getattr__`, and through all attributes of the class first.
@@ -158,28 +144,18 @@ class Engine(StandsForModule):
         Note:
             Collective: every rank must call it once per micro-batch.
         """
-        runtime = self.runtime
-        loop = self.parts.loop
-        runtime.step.is_boundary = self.is_gradient_accumulation_boundary()
-        done = runtime.step.backwards
+        self.runtime.step.is_boundary = self.is_gradient_accumulation_boundary()
         try:
             with (
                 self.observer.timed("backward"),
                 self._losses.paused(),
                 self.parts.advice.explaining("backward"),
+                self.parts.backwards.expected(loss, self.global_steps + 1) as has_graph,
             ):
-                if loop is not None:
-                    with loop.expects(loss):
-                        self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
-                elif not has_graph(loss, self.mesh):
-                    runtime.step.is_graphless = True
-                    self._warnings.loss_without_graph(self.global_steps + 1)
-                else:
+                if has_graph:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
-                if loop is None and runtime.step.backwards == done:
-                    join_skipped_passes(runtime.backward)
         except BaseException as error:
-            runtime.comm.waits.post_error(error)
+            self.runtime.comm.waits.post_error(error)
             raise
         self._losses.differentiated(loss)
         self._backwards += 1
@@ -219,8 +195,7 @@ class Engine(StandsForModule):
     def _refuse_open_blocks(self) -> None:
         """Raise `UsageError` if the gradients of the step are not complete yet."""
         self.held_reductions.refuse_step()
-        if self.parts.loop is not None:
-            self.parts.loop.refuse_open()
+        self.parts.backwards.refuse_open()
 
     def _count(self, taken: int) -> None:
         """Count micro-batches before their step."""
@@ -233,7 +208,7 @@ class Engine(StandsForModule):
         """Update weights and learning rate by `update`, then run what follows a step."""
         assert self.optimizer is not None
         with self.observer.timed("step"), self.parts.advice.explaining("step"):
-            self.step_fields.update(self.optimizer, update, self.global_steps + 1)
+            self.parts.step_fields.update(self.optimizer, update, self.global_steps + 1)
         self.global_steps += 1
         if self.optimizer.last is not None and self.optimizer.last.skipped:
             self.skipped_steps += 1

@@ -29,10 +29,13 @@ from ..sharding.runtime import Runtime
 from .changes import change_piece, change_whole, refuse_changes_on
 from .determinism import Determinism
 from .dialect import ModelRules
+from .micro_batches import Backwards
 from .parts import Parts
 from .pieces import PiecePlans, Stages, cut_along_axes, plan_layers, refuse_auto_on
 from .saving import Saver
 from .settings import recompute_settings_of, sparse_attention_of
+from .step_fields import StepFields
+from .stragglers import stragglers_of
 
 if TYPE_CHECKING:  # as in parts.py
     from ..config import Config
@@ -163,6 +166,8 @@ def add_features(
     if changes.stages is not None:
         parts.loop = changes.stages.connect(comm, mesh, runtime)
         parts.pipeline = parts.loop.pipeline
+    parts.backwards = parts.loop or Backwards(runtime, mesh)
+    parts.step_fields = StepFields(parts.preemption, stragglers_of(mesh, comm), parts.integrity)
     parts.sparse_attention = changes.sparse
     parts.recompute = configure_for(
         changes.recomputing, comm, shards_tokens=bool(config.tensor_parallel.sequence)

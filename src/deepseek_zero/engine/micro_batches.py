@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from .. import pipeline
 from ..base.errors import UsageError
-from ..base.log import log_once, logger
+from ..base.log import logger
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
+from ..sharding.irregular_passes import join_skipped_passes
 from ..sharding.regroup import set_grad_dtype
 from ..sharding.runtime import Runtime
 
@@ -167,36 +168,59 @@ class HeldReductions:
             )
 
 
-@dataclass
-class OnceWarnings:
-    """Logs each of an engine's warnings about unusual micro-batches once."""
+class Backwards:
+    """The backwards of an engine without pipeline stages.
 
-    _has_logged_graphless: bool = False
-    _has_logged_direct_step: bool = False
+    `PlainLoop` (pipeline/loop.py) has the same methods for an engine with stages.
 
-    def loss_without_graph(self, step: int) -> None:
-        """Warn that the loss of this rank does not require a gradient.
+    Args:
+        runtime: The runtime of the wrapped model.
+        mesh: The device mesh: the size of each axis and this rank's coordinates.
+    """
+
+    def __init__(self, runtime: Runtime, mesh: Mesh) -> None:
+        self.runtime = runtime
+        self.mesh = mesh
+        self._has_warned = False
+
+    def reached(self) -> int:
+        """Return a number that changes with each backward through the model."""
+        return self.runtime.step.backwards
+
+    @contextmanager
+    def expected(self, loss: Any, step: int) -> Iterator[bool]:
+        """Return a context for the backward of a loss, which yields whether it has a graph.
+
+        If the backward does not reach the model, the gradients of this rank count as zeros.
 
         Args:
+            loss: The loss that the program passed.
             step: The number of the step, beginning with 1.
+
+        Note:
+            Collective: every rank must enter and leave it.
         """
-        if not self._has_logged_graphless:
-            self._has_logged_graphless = True
+        state = self.runtime.step
+        done = state.backwards
+        is_differentiable = has_graph(loss, self.mesh)
+        if not is_differentiable:
+            state.is_graphless = True
+            self._warn_once(step)
+        yield is_differentiable
+        if state.backwards == done:
+            join_skipped_passes(self.runtime.backward)
+
+    def _warn_once(self, step: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 f"step {step}: this rank's loss does not require a gradient, so its gradients "
                 "count as zeros.  If no rank's loss requires one, the step raises an error.  This "
                 "is logged once."
             )
 
-    def direct_step(self) -> None:
-        """Log that a call of `optimizer.step()` counts as a step of the engine."""
-        if not self._has_logged_direct_step:
-            self._has_logged_direct_step = True
-            log_once(
-                "optimizer.step() was called directly: it counts as a step of the engine and "
-                "advances its learning-rate schedule, like engine.step() at the end of an "
-                "accumulation.  Do not call lr_scheduler.step() as well."
-            )
+    def refuse_open(self) -> None:
+        """Do nothing, because only a loss of a pipeline identifies its backward."""
 
 
 def refuse_destroyed(runtime: Runtime, call: str) -> None:

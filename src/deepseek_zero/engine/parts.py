@@ -20,7 +20,9 @@ from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .determinism import Determinism
 from .memory_advice import MemoryAdvice
+from .micro_batches import Backwards
 from .saving import Saver, Trainer
+from .step_fields import StepFields
 
 # Importing pydantic takes time: only modules that read a configuration import it at run time.
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class Parts:
         determinism: Deterministic algorithms of PyTorch; None if they are not configured.
         pipeline: The pipeline of this rank's stages; None without stages.
         loop: Runs the schedule of the pipeline; None without stages.
+        backwards: Checks the losses that the program differentiates; with stages, this is `loop`.
+        step_fields: Adds fields of features to the message of a step.
         sparse_attention: The configured sparse attention, or None.
         after_steps: Functions that features run after each step of the engine.
         told: Optimizer arguments of DeepSpeed's API that are checked later.
@@ -74,7 +78,9 @@ class Parts:
     capabilities: Capabilities = field(default_factory=Capabilities)
     determinism: Determinism | None = None
     pipeline: Pipeline | None = None
-    loop: PlainLoop | None = None  # runs the pipeline's stages
+    loop: PlainLoop | None = None
+    backwards: Backwards | PlainLoop = field(init=False)
+    step_fields: StepFields = field(default_factory=StepFields)
     sparse_attention: attention.SparseAttention | None = None
     after_steps: list[Callable[[Trainer], None]] = field(default_factory=list)
     # Keyword arguments of DeepSeekZeRO3 about its optimizer, compared with ZeroOptimizer's later

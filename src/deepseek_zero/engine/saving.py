@@ -96,7 +96,6 @@ class Trainer(Protocol):
     global_samples: int
     skipped_steps: int
     micro_steps: int
-    loaded_ranks: Mapping[str, int] | None
     _batch: Batch
     _backwards: int
 
@@ -125,6 +124,8 @@ class Saver:
         self.retention = retention or Retention()
         self.current: checkpoint.PendingSave | None = None
         self.commit_seconds = 0.0  # time to publish the last checkpoint
+        # Sizes of the data and model axes of the run that saved the loaded checkpoint
+        self.loaded_ranks: Mapping[str, int] | None = None
         self._removal: threading.Thread | None = None
         self._writer_lock = WriterLock()
         self._end = weakref.finalize(self, self._writer_lock.release)
@@ -478,7 +479,7 @@ def _restore_counters(
         setattr(engine, name, int(saved[name]))
     engine.micro_steps = engine.global_steps * engine._batch.accumulation
     engine._backwards = 0  # the load has dropped their gradients
-    engine.loaded_ranks = saved.get("ranks")
+    engine.parts.saver.loaded_ranks = saved.get("ranks")
     _warn_of_other_batch(engine, saved.get("batch"))
     scaler = saved["scaler"]
     if has_moments and engine.parts.scaler is not None and scaler is not None:

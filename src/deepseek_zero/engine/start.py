@@ -10,7 +10,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -163,8 +162,6 @@ def start(raw: RawConfig, request: Request, dialect: EngineDialect[E]) -> E:
     if request.training_data is not None:
         loader = dialect.make_loader(config, mesh, request)
     built = dialect.make_engine(config, mesh, parts, request, lr_scheduler, loader)
-    if built.optimizer is not None:
-        built.optimizer.take_step = weakref.WeakMethod(MethodType(_take_step, built))
     if config.dump_state:
         log_once("\n".join(engine.describe(parts)))
     preemption = parts.preemption
@@ -173,11 +170,6 @@ def start(raw: RawConfig, request: Request, dialect: EngineDialect[E]) -> E:
         # A deleted engine must not keep its signal handlers.
         weakref.finalize(built, preemption.release).atexit = False
     return built
-
-
-def _take_step(built: Engine) -> None:
-    """Take a step for `built.optimizer.step()`. Collective: every rank must call it."""
-    engine.step_directly(built)
 
 
 def example_of(request: Request) -> Any:

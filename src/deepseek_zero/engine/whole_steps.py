@@ -1,4 +1,4 @@
-"""Whole steps of an engine: all micro-batches of a training step, direct steps, and evaluation."""
+"""Whole steps of an engine: all micro-batches of a training step, and evaluation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from .. import parallel, pipeline
 from ..base.errors import UsageError
 from ..base.given import refuse, whole_number
 from ..comm.collectives import propagate_errors
-from ..sharding.irregular_passes import reduce_step
 from .engine import Engine
 from .micro_batches import arguments_of, loss_of, mean_of_ranks, refuse_destroyed
 
@@ -72,7 +71,6 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
             engine.observer.saw((*micro.args, *micro.kwargs.values()))
     with (
         engine.observer.timed("forward"),
-        engine._losses.paused(),
         engine.parts.advice.explaining("train_batch"),
     ):
         loss = stages.train(micro_batches)
@@ -82,43 +80,6 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
     engine.micro_steps += accumulation - 1
     Engine.step(engine)
     return loss
-
-
-def step_directly(engine: Engine) -> None:
-    """Update the weights with all gradients since the last step.
-
-    `engine.optimizer.step()` calls this function, at any point of an accumulation. Counters and the
-    learning rate change as at the end of an accumulation in `Engine.step`. The first call logs a
-    message about this.
-
-    Args:
-        engine: The engine that owns the optimizer.
-
-    Raises:
-        UsageError: The gradients of the step are not complete, for example inside `no_sync`.
-        SystemExit: With code 85, after a checkpoint was saved since a rank received a signal
-            (checkpoint.save_on_signal).
-        PeerError: Another rank failed or issued a different collective.
-
-    Note:
-        Collective: every rank of the world must call it.
-    """
-    assert engine.optimizer is not None
-    refuse_destroyed(engine.runtime, "optimizer.step")
-    engine._refuse_open_blocks()
-    engine._warnings.direct_step()
-    is_managed = engine.config.managed_gradient_accumulation
-    counted = engine.begun if is_managed else 0
-    step = engine.runtime.step
-    taken = 1
-    if engine.parts.loop is None:
-        taken = max(1, step.backwards - counted)
-        if step.backwards and not step.is_boundary:
-            reduce_step(engine.runtime.backward)
-    engine._count(taken)
-    if is_managed:
-        engine.micro_steps = (engine.global_steps + 1) * engine._batch.accumulation
-    engine._end_step(engine.optimizer.update, {})
 
 
 def evaluate(

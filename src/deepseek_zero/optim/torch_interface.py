@@ -42,7 +42,7 @@ class TorchInterface(ScalesItself, Optimizer):
         scratch: The buffers of updates.
         steps: The number of calls of `step`.
         last: The result of the last step.
-        take_step: A weak reference to a function that takes a step of the engine that owns the
+        take_step: A weak reference to the method that takes a step of the engine that owns the
             optimizer; it returns None without an engine.
     """
 
@@ -63,6 +63,14 @@ class TorchInterface(ScalesItself, Optimizer):
         self.scratch = shards.scratch
         adopt_step_hooks(self, self.inner)  # they run around this optimizer's step
         self._added_params = AddedParams(shards, weakref.ref(self))
+
+    def step_through(self, take_step: Callable[[], None]) -> None:
+        """Make calls of `step` by the program steps of the engine that owns the optimizer.
+
+        Args:
+            take_step: A method of the engine, which is held weakly.
+        """
+        self.take_step = weakref.WeakMethod(take_step)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -347,17 +347,17 @@ class PlainLoop:
 
     # -- backward and step
 
-    @property
-    def waiting(self) -> int:
-        """Return how many losses of training calls have not had their backward yet."""
+    def reached(self) -> int:
+        """Return a number that changes with each backward of a loss that the loop has returned."""
         return len(self._open)
 
     @contextmanager
-    def expects(self, loss: Any) -> Iterator[None]:
+    def expected(self, loss: Any, step: int) -> Iterator[bool]:
         """Return a context manager that requires a backward of a loss in its block.
 
         Args:
             loss: A loss that the loop has returned, or a tensor computed from it.
+            step: The number of the step, which no error needs.
 
         Raises:
             UsageError: The block ended without an error, and no backward of a loss of this loop ran
@@ -366,7 +366,7 @@ class PlainLoop:
         """
         many = len(self._open)
         if isinstance(loss, Tensor) and loss.requires_grad:
-            yield
+            yield True
         if len(self._open) >= many:
             what = "a tensor" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise UsageError(

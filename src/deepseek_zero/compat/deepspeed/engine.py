@@ -91,7 +91,8 @@ def _optimizer_name(engine: Engine) -> str | None:
 
 def _loaded_size(axis: str, engine: Engine) -> int | None:
     """Return the size of an axis in the run that saved the loaded checkpoint, or None."""
-    return None if engine.loaded_ranks is None else engine.loaded_ranks[axis]
+    ranks = engine.parts.saver.loaded_ranks
+    return None if ranks is None else ranks[axis]
 
 
 _CURRICULUM = ("data_sampling", "curriculum_learning")
