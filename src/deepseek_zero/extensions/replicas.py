@@ -62,7 +62,7 @@ class SumOverReplicas(GradReduction):
             of the replica must call it too.
         """
         total = self.group.gradient.sum
-        if total.state is not GradState.PARTIAL:
+        if total.state is not GradState.INCOMPLETE:
             return DONE
         total.known_squares = None
         pending = self._add_replicas(total.ensure(), what)

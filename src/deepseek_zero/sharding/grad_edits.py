@@ -251,7 +251,7 @@ class GradEdits:
 
         A change would be added once for each of these sums.
         """
-        if self.gradient.sum.state is GradState.PARTIAL:
+        if self.gradient.sum.state is GradState.INCOMPLETE:
             raise UsageError(
                 f"the gradient of '{name}' was changed between the micro-batches of a step, on a "
                 "mesh with replicas.",

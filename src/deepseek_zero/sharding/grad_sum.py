@@ -33,7 +33,7 @@ class GradState(Enum):
     EMPTY = "empty"  # no gradient has arrived since the last step
     COLLECTING = "collecting"  # this rank collects its summand; there is no sum
     REDUCING = "reducing"  # the reduction is in flight; the buffer belongs to the transport
-    PARTIAL = "partially reduced"  # the sum over some ranks, completed once per step
+    INCOMPLETE = "partially reduced"  # the sum over some ranks, completed once per step
     REDUCED = "reduced"  # the sum over all ranks
     HELD = "held"  # the step is over, but a later update needs the sum
 
@@ -46,12 +46,12 @@ GRAD_MOVES = {
     (GradState.COLLECTING, GradState.REDUCING),
     (GradState.COLLECTING, GradState.REDUCED),  # zeros that a program edits, next to a summand
     (GradState.COLLECTING, GradState.EMPTY),
-    (GradState.REDUCING, GradState.PARTIAL),
+    (GradState.REDUCING, GradState.INCOMPLETE),
     (GradState.REDUCING, GradState.REDUCED),
     (GradState.REDUCING, GradState.EMPTY),  # the sum failed
-    (GradState.PARTIAL, GradState.COLLECTING),
-    (GradState.PARTIAL, GradState.REDUCING),  # to complete the sum, or to add a summand
-    (GradState.PARTIAL, GradState.EMPTY),
+    (GradState.INCOMPLETE, GradState.COLLECTING),
+    (GradState.INCOMPLETE, GradState.REDUCING),  # to complete the sum, or to add a summand
+    (GradState.INCOMPLETE, GradState.EMPTY),
     (GradState.REDUCED, GradState.COLLECTING),
     (GradState.REDUCED, GradState.REDUCING),
     (GradState.REDUCED, GradState.HELD),

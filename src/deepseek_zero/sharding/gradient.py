@@ -199,7 +199,7 @@ class Gradient:
         pending = self.reduction.reduce(partial, target, what, add=add)
         if not is_in_place:
             pending = pending.then(lambda: self.group.comm_ctx.pool.give(partial.memory))
-        state = GradState.REDUCED if self.reduction.sums_all else GradState.PARTIAL
+        state = GradState.REDUCED if self.reduction.sums_all else GradState.INCOMPLETE
         return self.follow(pending, state, squares)
 
     def follow(
