@@ -64,7 +64,7 @@ def apply_owed(step: Step) -> None:
     step.shards.finish()
     with torch.no_grad(), propagate_errors(runtime.comm):
         runtime.comm.barrier("flush")  # from here on no rank computes with the weights
-        step.conclude(None)
+        step.update_by(None)
         runtime.backward.drop_grads()
 
 

@@ -71,7 +71,7 @@ class Step:
             if not is_idle:
                 for policy in self.policies:
                     policy.before_update(verdict)
-            self.conclude(decision)
+            self.update_by(decision)
             mark_stepped(shards.inner)  # for torch's learning-rate schedules
             self.runtime.after_step(drop=not shards.settings.keep_grads or result.skipped)
             origin = None
@@ -108,7 +108,7 @@ class Step:
                 verdict = self._measure(runtime, options, extra)
         return verdict
 
-    def conclude(self, made: Decision | None) -> None:
+    def update_by(self, made: Decision | None) -> None:
         """Update by this step's decision, if there is one, or by that of a policy.
 
         Note:
