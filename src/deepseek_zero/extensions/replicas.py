@@ -66,7 +66,7 @@ class SumOverReplicas(GradReduction):
             return DONE
         total.known_squares = None
         pending = self._add_replicas(total.ensure(), what)
-        return self.group.gradient.follow(pending, GradState.REDUCED)
+        return self.group.gradient.track(pending, GradState.REDUCED)
 
     def _add_replicas(self, buffer: FlatBuffer, what: str) -> Pending:
         comm_ctx = self.group.comm_ctx

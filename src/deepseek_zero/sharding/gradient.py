@@ -103,7 +103,7 @@ class Gradient:
         kept: Reduced gradients that extensions keep after their step, by name.
         is_edited: Whether the program has set values that may differ between ranks.
         is_shown: Whether the `.grad` of the parameters is set to the reduced gradient (`GradView`).
-        earlier: An earlier sum of the same step that `follow` adds to the next one, or None.
+        earlier: An earlier sum of the same step that `track` adds to the next one, or None.
     """
 
     def __init__(self, group: Group, reduction: GradReduction) -> None:
@@ -200,12 +200,12 @@ class Gradient:
         if not is_in_place:
             pending = pending.then(lambda: self.group.comm_ctx.pool.give(partial.memory))
         state = GradState.REDUCED if self.reduction.sums_all else GradState.INCOMPLETE
-        return self.follow(pending, state, squares)
+        return self.track(pending, state, squares)
 
-    def follow(
+    def track(
         self, pending: Pending, state: GradState, squares: list[Tensor] | None = None
     ) -> Pending:
-        """Follow a reduction in flight.
+        """Track a reduction in flight.
 
         Args:
             pending: The reduction, which writes the buffer of the sum.
