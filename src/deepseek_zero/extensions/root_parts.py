@@ -40,7 +40,7 @@ class RootParts:
             return None
         factor = loss_factor_of(runtime)
         is_border = step.is_outermost and factor.has_border
-        step.parts.append(module)
+        step.root_calls.append(module)
         if is_border:
             self._begin = next_node_number()
         is_idle = step.phase is Phase.IDLE
@@ -52,9 +52,9 @@ class RootParts:
     def after(self, runtime: Runtime, module: nn.Module, args: Any, output: Any) -> Any:
         """Prepare the backward of a part."""
         step = runtime.step
-        if step.active or not step.parts:
+        if step.active or not step.root_calls:
             return output
-        step.parts.pop()
+        step.root_calls.pop()
         if self._gathered_for is module:
             self._gathered_for = None
             runtime.root.reshard()

@@ -155,7 +155,7 @@ def leave_forwards(step: StepState) -> None:
         for context in reversed(frame.contexts):
             context.__exit__(None, None, None)
     step.active.clear()
-    step.parts.clear()
+    step.root_calls.clear()
 
 
 def is_nested(root: Unit, outermost: Unit) -> bool:

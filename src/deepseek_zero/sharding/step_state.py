@@ -73,7 +73,8 @@ class StepState:
 
     Attributes:
         active: The units whose forwards are running, outermost first.
-        parts: The modules of the root that run outside the forward of the model, outermost first.
+        root_calls: The modules of the root that run outside the forward of the model, the
+            outermost first.
         forwards: The number of forwards with gradients since the last backward.
         backwards: The number of backwards since the last step.
         updates: The number of updates of the weights.
@@ -87,7 +88,7 @@ class StepState:
     def __init__(self) -> None:
         self._phase = Phase.IDLE
         self.active: list[ForwardFrame] = []
-        self.parts: list[nn.Module] = []
+        self.root_calls: list[nn.Module] = []
         self.forwards = 0
         self.backwards = 0
         self.updates = 0
@@ -127,5 +128,5 @@ class StepState:
 
         It is then neither inside another forward nor a recomputation.
         """
-        is_inside = self.active or self.parts or self.is_in_backward
+        is_inside = self.active or self.root_calls or self.is_in_backward
         return torch.is_grad_enabled() and not is_inside
