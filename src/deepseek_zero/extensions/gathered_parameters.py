@@ -169,7 +169,7 @@ class GatheredParameters:
         groups = groups_of(self.params)
         building = _under_construction(self.params)
         self._refuse_unknown_rank(groups, building)
-        self.groups = [group for group in groups if not group.is_pinned]
+        self.groups = [group for group in groups if not group.is_in_block]
         self.enclosed = [group for group in groups if group in _holders]
         self.building = building
         copies = []
@@ -177,7 +177,7 @@ class GatheredParameters:
             for param, shard in self.building:
                 shard.pin_unsharded(param, watch=self.modifier_rank is None)
             for group in self.groups:
-                group.is_pinned = True
+                group.is_in_block = True
                 copy = gather_full(group.weight, group, group.members[0].name)
                 copies.append(copy)
                 buffer = FlatBuffer(group.layout, group.plan.weight.gathered(), copy)
@@ -264,7 +264,7 @@ class GatheredParameters:
             for param, shard in self.building:
                 shard.reshard(param, winner)
         for group in self.groups:
-            group.is_pinned = False
+            group.is_in_block = False
             _holders.pop(group, None)
             runtime = group.runtime()
             if runtime is not None and group.unsharded is None:
@@ -305,7 +305,7 @@ def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Paramet
     found = dict[int, tuple[nn.Parameter, InitShard]]()
     for param in params:
         owner = owner_of(param)
-        if isinstance(owner, InitShard) and not owner.is_pinned:
+        if isinstance(owner, InitShard) and not owner.is_in_block:
             found[owner.number] = param, owner
     return [found[number] for number in sorted(found)]
 

@@ -146,7 +146,7 @@ def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
         if not group.trainable
     }
     parts = {group: members for group, members in parts.items() if members}
-    if held := [group for group in parts if group.is_pinned]:
+    if held := [group for group in parts if group.is_in_block]:
         raise UsageError(
             f"'{held[0].members[0].name}' was unfrozen and a forward begun inside "
             "GatheredParameters.",
@@ -292,7 +292,7 @@ def _refuse_trained(new_params: Sequence[tuple[str, nn.Parameter]], *, only_warn
 
 def _refuse_moved(groups: Sequence[ParamGroup]) -> None:
     for group in groups:
-        if group.is_sharded or group.is_pinned:
+        if group.is_sharded or group.is_in_block:
             continue  # sharded parameters check themselves (sharded_parameter.py)
         start = group.weight.memory.data_ptr()
         step = group.weight.memory.element_size()

@@ -53,7 +53,7 @@ class InitShard(ModelBuilder):
         session: The `Init` context in which the parameter was sharded.
         number: The index of the parameter in the order of construction, the same on every rank.
         unsharded: The whole elements, while an initialization uses them.
-        is_pinned: Whether the parameter is whole inside GatheredParameters.
+        is_in_block: Whether the parameter is whole inside GatheredParameters.
         mark: A fingerprint of the values at the start of GatheredParameters, to detect changes.
         modifier: The rank that last gave it values inside GatheredParameters.
     """
@@ -65,7 +65,7 @@ class InitShard(ModelBuilder):
     session: Init
     number: int
     unsharded: Tensor | None = None
-    is_pinned: bool = False
+    is_in_block: bool = False
     mark: tuple[int, int] = (0, 0)
     modifier: int | None = None
 
@@ -98,7 +98,7 @@ class InitShard(ModelBuilder):
         self.session.reshard_pinned()
         if self.unsharded is None:
             self._show(param)
-        self.is_pinned = True
+        self.is_in_block = True
         self.mark = _mark_of(param) if watch else (0, 0)
 
     def is_changed(self, param: nn.Parameter) -> bool:
@@ -171,7 +171,7 @@ class InitShard(ModelBuilder):
             self.slice.copy_(_scatter_slices(comm, values, source, self.slice.dtype))
             self.modifier = source
         self.unsharded = None
-        self.is_pinned = False
+        self.is_in_block = False
         self.session.unsharded = [shard for shard in self.session.unsharded if shard is not self]
         self.hide(param)
 
@@ -498,7 +498,7 @@ class Init:
             full = shard.unsharded
             if param is None or full is None:
                 continue
-            if shard.is_pinned:
+            if shard.is_in_block:
                 busy.append(shard)
                 continue
             # The tensor and the parameter are two users; a third is a view of the caller

@@ -61,7 +61,7 @@ class ParamGroup(AccessibleGroup):
         unsharded: The gathered weight; None while the weight is sharded.
         placeholder: One element, expanded to the shape of a parameter as its data while sharded.
         is_idle: Whether every parameter was frozen after wrapping, so that nothing is reduced.
-        is_pinned: Whether the weight stays unsharded until a `GatheredParameters` block ends.
+        is_in_block: Whether the weight stays unsharded until a `GatheredParameters` block ends.
         runtime: A weak reference to the runtime that drives the group.
         optimizer: A weak reference to the optimizer that updates the group.
     """
@@ -79,7 +79,7 @@ class ParamGroup(AccessibleGroup):
         self.weight_gather: WeightGather
         self.unsharded: FlatBuffer | None = None
         self.is_idle = False
-        self.is_pinned = False
+        self.is_in_block = False
         self.runtime: Callable[[], Any] = lambda: None
         self.optimizer: Callable[[], Any] = lambda: None
         dtype = planned.plan.weight.dtype
@@ -129,11 +129,11 @@ class ParamGroup(AccessibleGroup):
         Note:
             Collective: every rank of the shard group must call it in the same order.
         """
-        if not self.is_sharded or self.unsharded is not None or self.is_pinned:
+        if not self.is_sharded or self.unsharded is not None or self.is_in_block:
             return DONE
         if self.guard.pending is not None:
             # Keep the updated weight in memory until it has been gathered.
-            self.weight.storage.pin()
+            self.weight.storage.keep_until_evict()
             self.guard.pending.flush_group(self)
         self.unsharded = self.weight_gather.lend()
         return self.weight_gather.gather(self.unsharded, what)
@@ -169,7 +169,7 @@ class ParamGroup(AccessibleGroup):
             return
         with without_torch_function():
             error = None
-            if not self.is_pinned:
+            if not self.is_in_block:
                 error = self.parts.lost_at_reshard(self.members, full)
             for member in self.members:
                 member.reshard()

@@ -121,7 +121,7 @@ class Unit:
     @property
     def is_gathered_from_ranks(self) -> bool:
         """Whether the unit has sharded weights outside of `GatheredParameters` blocks."""
-        return any(not group.is_pinned for group in self.sharded)
+        return any(not group.is_in_block for group in self.sharded)
 
     @property
     def numel(self) -> int:

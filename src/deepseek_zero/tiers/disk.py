@@ -235,7 +235,7 @@ class Chunk:
             self.wait()  # a write in progress must not see new bytes
         self.is_changed = True
 
-    def pin(self) -> None:
+    def keep_until_evict(self) -> None:
         """Keep the pages after `store`, until `evict`."""
         self._is_kept = True
 
@@ -372,9 +372,9 @@ class DiskStorage(HostStorage):
     def fetch(self, low: int, high: int) -> Work:
         return Transfer.of([chunk for chunk in self._of(low, high) if chunk.fetch()])
 
-    def pin(self) -> None:
+    def keep_until_evict(self) -> None:
         for chunk in self.chunks:
-            chunk.pin()
+            chunk.keep_until_evict()
 
     def read(self, low: int, high: int) -> Tensor:
         self.wait_for_copy()

@@ -245,7 +245,7 @@ class Storage:
         """
         return COMPLETED
 
-    def pin(self) -> None:
+    def keep_until_evict(self) -> None:
         """Keep the elements in memory after `store` until `evict`.
 
         This saves a transfer if the whole storage is fetched again soon.

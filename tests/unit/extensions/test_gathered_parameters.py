@@ -59,6 +59,6 @@ def test_one_object_is_not_entered_twice_at_a_time() -> None:
                     weight.fill_(value)
             with GatheredParameters(weight):
                 assert bool((weight == value).all())
-            assert not any(group.is_pinned for group in runtime.groups)
+            assert not any(group.is_in_block for group in runtime.groups)
 
     run_ranks(2, body)

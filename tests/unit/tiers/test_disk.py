@@ -90,7 +90,7 @@ def test_states_that_were_only_read_are_dropped_without_a_write(disk: Disk) -> N
 
 def test_kept_results_are_written_and_stay_until_they_are_dropped(disk: Disk) -> None:
     storage, values = filled(disk)
-    storage.pin()
+    storage.keep_until_evict()
     storage.store(0, NUMEL).wait()
     assert states(storage) == {ChunkState.HERE} and disk.traffic.written_bytes > 0
     assert storage.fetch(0, NUMEL).is_done() and torch.equal(storage.read(0, NUMEL), values)
