@@ -102,7 +102,7 @@ def test_one_tile_is_gathered_at_a_time(build: type[Gpt]) -> None:
 
     run = Run(3, keep=0, ahead=0, transport="gloo")
     engine = start(run, seeded(Ends))
-    tiles = [unit.planned.gathered_numel for unit in engine.runtime.units if unit.is_tile]
+    tiles = [unit.planned.gathered_numel for unit in engine.runtime.units if unit.is_layer_tile]
     assert len(tiles) == (3 if build is Tied else 6)
     assert sum(tiles) == sum(each.planned.gathered_numel for each in engine.runtime.units)
     with watching(engine) as seen:

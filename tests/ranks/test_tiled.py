@@ -84,7 +84,7 @@ def test_it_trains_to_the_bits_of_the_unsharded_one(
         stage, dtype, accumulation, window, 0.0, "adamw", 0, ahead, transport=transport, tier=tier
     )
     engine = start_engine(run, seeded(TiledGpt))
-    tiles = [unit for unit in engine.runtime.units if unit.is_tile]
+    tiles = [unit for unit in engine.runtime.units if unit.is_layer_tile]
     assert len(tiles) == 3 * (3 + 6) + 2
     reference = Reference(
         seeded(TiledGpt), ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS["adamw"]
@@ -333,13 +333,13 @@ def test_a_block_adds_them_to_its_other_collectives_and_recomputation_adds_one(
     engine = engine_of(Stack(recompute, width=64, hidden=256), tier)
     sizes = {True: 0, False: 0}
     for unit in engine.runtime.units[1:]:
-        sizes[unit.is_tile] = max(sizes[unit.is_tile], unit.planned.gathered_numel)
+        sizes[unit.is_layer_tile] = max(sizes[unit.is_layer_tile], unit.planned.gathered_numel)
     tile, frame = sizes[True], sizes[False] + engine.runtime.root.planned.gathered_numel
     with watching(engine) as seen:
         steps_of(engine)
     assert seen.most["forward"] <= frame + tile
     assert seen.most["backward"] <= frame + tile * (2 if recompute else 1)
-    tiles = {unit.planned.gathered_numel for unit in engine.runtime.units if unit.is_tile}
+    tiles = {unit.planned.gathered_numel for unit in engine.runtime.units if unit.is_layer_tile}
     assert not tiles & set(seen.kept), "nobody keeps a tile, recomputed or not"
 
 

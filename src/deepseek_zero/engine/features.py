@@ -127,7 +127,7 @@ def attach_extensions(runtime: Runtime, scaler: LossScaler | None, rules: ModelR
     gather_parts(runtime)
     watch_changes(runtime, ignores_new_params=rules.allows_unmanaged_params)
     state_dicts = StateDicts(runtime, gathers=rules.gathers_state_dict)
-    if any(unit.is_tile for unit in runtime.units):
+    if any(unit.is_layer_tile for unit in runtime.units):
         extensions.follow_tiles(runtime)
     free_idle_memory(runtime)
     tune_sizes(runtime)

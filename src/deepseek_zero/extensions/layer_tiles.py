@@ -39,7 +39,7 @@ class LayerTiles(UnitUses):
         Args:
             unit: The unit whose forward begins.
         """
-        if not unit.is_tile or self.step.phase is not Phase.FORWARD:
+        if not unit.is_layer_tile or self.step.phase is not Phase.FORWARD:
             return True
         is_first = unit.number not in self._used
         self._used.add(unit.number)

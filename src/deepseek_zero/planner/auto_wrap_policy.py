@@ -59,12 +59,12 @@ class UnitShape:
 
     Attributes:
         name: The name of its module; empty for the model.
-        is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
+        is_layer_tile: Whether the unit is a part of a large layer, which is cut to save memory.
         params: The unit's parameters, by full name.
     """
 
     name: str
-    is_tile: bool = False
+    is_layer_tile: bool = False
     params: dict[str, ParamShape] = field(default_factory=dict)
 
 
@@ -153,7 +153,7 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
         if name in chosen or (name in tiles and id(module) not in seen):
             seen.add(id(module))
             modules.append(module)
-            units.append(UnitShape(name, is_tile=name in tiles))
+            units.append(UnitShape(name, is_layer_tile=name in tiles))
     owners = _owners(model, modules)
     for name, param in model.named_parameters():
         owner = owners[id(param)]

@@ -98,7 +98,9 @@ def cut_units(units: Sequence[UnitPlan]) -> frozenset[int]:
             "In vertical order it would be loaded again for every micro-batch of the outer one.",
             f"set `units` to modules that do not contain each other, or {fix}.",
         )
-    found = frozenset(number for number, unit in enumerate(units) if number and not unit.is_tile)
+    found = frozenset(
+        number for number, unit in enumerate(units) if number and not unit.is_layer_tile
+    )
     if not found:
         raise UsageError(
             "the model has no units that could process micro-batches one after the other.",

@@ -275,12 +275,12 @@ class UnitPlan:
     Attributes:
         name: The name of its module; "root" for the first unit, which is the model.
         groups: The parameter groups of the unit.
-        is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
+        is_layer_tile: Whether the unit is a part of a large layer, which is cut to save memory.
     """
 
     name: str
     groups: tuple[GroupPlan, ...]
-    is_tile: bool = False
+    is_layer_tile: bool = False
 
     @property
     def sharded(self) -> list[GroupPlan]:
@@ -534,7 +534,7 @@ def plan_units(
                 )
                 for key, names in group_params(unit, persistent, settings, mesh).items()
             ),
-            unit.is_tile,
+            unit.is_layer_tile,
         )
         for unit in model.units
     )

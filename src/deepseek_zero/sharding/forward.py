@@ -103,8 +103,8 @@ class Forward:
             self.comm.meter.clock.enter("forward")
         is_outermost = step.is_outermost
         is_first = step.uses.is_first(unit)
-        # Recompute one tile at a time, as in forward.
-        is_recomputed = unit.is_tile and step.phase is Phase.BACKWARD
+        # Recompute one tile of a layer at a time, as in forward.
+        is_recomputed = unit.is_layer_tile and step.phase is Phase.BACKWARD
         releases = is_recomputed and unit.state is UnitState.SHARDED
         frame = ForwardFrame(unit, releases, is_first)
         step.active.append(frame)
@@ -144,7 +144,7 @@ class Forward:
         # The weights are released between forward and backward.
         is_released = unit.is_copied and unit.number not in self.gathers.schedule.kept
         # Backward recomputes this forward, and uses the gathered weights right after it.
-        again = self.step.phase is Phase.BACKWARD and not unit.is_tile
+        again = self.step.phase is Phase.BACKWARD and not unit.is_layer_tile
         if is_released and not again and torch.is_grad_enabled():
             # Autograd then saves the positions of weights instead of the gathered buffer.
             yield weight_hooks(unit, self.externals.fetch_saved)

@@ -182,7 +182,7 @@ def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
         unit: The unit whose weights may be saved.
         fetch: Gathers a group's unit if backward finds it sharded.
     """
-    if others_see() and not unit.is_tile:
+    if others_see() and not unit.is_layer_tile:
         return nullcontext()
     ours = _ours_in_force()
     others = outer_saved_tensor_hooks() if ours is None else None

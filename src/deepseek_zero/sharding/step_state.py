@@ -54,7 +54,7 @@ class ForwardFrame:
     Attributes:
         unit: The unit whose forward is running.
         releases: Whether backward recomputes it, and gathered the unit only for this.
-        is_first: Whether this is its first use in this forward. Only a tile can be used again.
+        is_first: Whether this is its first use in this forward. Only layer tiles have later ones.
         leaves: Functions that convert the output.
         contexts: The context managers to exit after the forward (saved-tensor hooks, autocast).
         has_returned: Whether the forward returned without an exception.

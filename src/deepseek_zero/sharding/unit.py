@@ -49,7 +49,7 @@ class Unit:
         reduced_in_backward: Whether the current backward has started the unit's reduction.
         is_pinned: Whether the unit stays unsharded until the step, for a pipeline.
         is_promoted: Whether the unit computes in fp32 although the run uses 16 bits.
-        is_tile: Whether the unit is a part of a large layer, which is cut to save memory.
+        is_layer_tile: Whether the unit is a part of a large layer, which is cut to save memory.
         externals: Other units whose parameters the forward of the unit reads (external_params.py).
         watch: Called with the unit after its weights were gathered; may be None.
     """
@@ -69,7 +69,7 @@ class Unit:
         self.reduced_in_backward = False
         self.is_pinned = False
         self.is_promoted = False
-        self.is_tile = planned.is_tile
+        self.is_layer_tile = planned.is_layer_tile
         self.externals: list[Unit] = []
         self.watch: Callable[[Unit], None] | None = None
 

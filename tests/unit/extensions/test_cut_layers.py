@@ -162,7 +162,7 @@ def configured(optimizer: str = "AdamW", **more: Any) -> dict[str, Any]:
 def test_plan_lists_tiles_and_does_not_change_the_model() -> None:
     model = Model()
     found = deepseek_zero.plan(model, configured(), ranks=4)
-    assert [unit.name for unit in found.units if unit.is_tile] == [
+    assert [unit.name for unit in found.units if unit.is_layer_tile] == [
         *(f"embed.tiles.{number}" for number in range(4)),
         *(f"wide.tiles.{number}" for number in range(3)),
     ]

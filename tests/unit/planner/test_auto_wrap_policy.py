@@ -114,7 +114,7 @@ def test_tiles_are_units_inside_their_block_and_own_their_parameters() -> None:
         name for n in (0, 1) for name in (f"blocks.{n}", *(f"blocks.{n}.{tile}" for tile in TILES))
     ]
     assert [unit.name for unit in units] == ["", *expected]
-    assert [unit.name for unit in units if unit.is_tile] == [
+    assert [unit.name for unit in units if unit.is_layer_tile] == [
         name for name in expected if "linears" in name
     ]
     assert list(units[1].params) == ["blocks.0.down.weight", "blocks.0.down.bias"]
@@ -138,7 +138,9 @@ def test_tiles_are_units_inside_their_block_and_own_their_parameters() -> None:
 def test_tiles_outside_of_blocks_are_units_and_their_layer_is_none(model: nn.Module) -> None:
     tiles = [name for name, module in model.named_modules() if type(module).__name__ == "Tile"]
     units = choose_units(model, PlanSettings(stage=3))
-    assert [unit.name for unit in units[1:]] == tiles and all(unit.is_tile for unit in units[1:])
+    assert [unit.name for unit in units[1:]] == tiles and all(
+        unit.is_layer_tile for unit in units[1:]
+    )
 
 
 def test_a_single_large_block_is_one_unit_although_it_contains_tiles() -> None:
