@@ -71,13 +71,11 @@ class Chain:
         container: Full name of the module whose children are the blocks.
         keys: Names of the blocks in the container.
         parts: The part of the forward before the blocks, each block, and the part after them.
-        unused: Names of the parameters outside of the blocks that the forward did not use.
     """
 
     container: str
     keys: tuple[str, ...]
     parts: tuple[ChainPart, ...]
-    unused: tuple[str, ...]
 
     @property
     def blocks(self) -> tuple[ChainPart, ...]:
@@ -435,8 +433,7 @@ class _FakeRun(TorchFunctionMode):
                 if id(param) in own and name not in used:
                     part.params[name] = param.numel()
                     used.add(name)
-        unused = tuple(name for name, _ in self.model.named_parameters() if name not in used)
-        return Chain(self.container, self.keys, tuple(self.parts), unused)
+        return Chain(self.container, self.keys, tuple(self.parts))
 
     def _called(self, number: int) -> str:
         if number == 0:
