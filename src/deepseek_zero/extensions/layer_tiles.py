@@ -6,7 +6,7 @@ import torch
 
 from ..sharding.gather_lane import GatherLane
 from ..sharding.runtime import Runtime
-from ..sharding.step_state import Phase, StepState, UnitUses
+from ..sharding.step_state import Phase, UnitUses
 from ..sharding.unit import Unit, UnitState
 
 
@@ -18,12 +18,10 @@ class LayerTiles(UnitUses):
 
     Args:
         gathers: Issues the all-gathers of the model.
-        step: The phase of the model.
     """
 
-    def __init__(self, gathers: GatherLane, step: StepState) -> None:
+    def __init__(self, gathers: GatherLane) -> None:
         self.gathers = gathers
-        self.step = step
         self._used: set[int] = set()  # tiles used in the current forward
         self._again: Unit | None = None  # the tile that `unshard_again` has gathered
 
@@ -31,15 +29,16 @@ class LayerTiles(UnitUses):
         """Forget the uses of tiles in the last forward."""
         self._used.clear()
 
-    def is_first(self, unit: Unit) -> bool:
+    def is_first(self, unit: Unit, phase: Phase) -> bool:
         """Record a use of a unit, and return whether it is the first one in this forward.
 
         A recomputed use, and any use of a unit that is not a tile, counts as a first one.
 
         Args:
             unit: The unit whose forward begins.
+            phase: The phase of the model.
         """
-        if not unit.is_layer_tile or self.step.phase is not Phase.FORWARD:
+        if not unit.is_layer_tile or phase is not Phase.FORWARD:
             return True
         is_first = unit.number not in self._used
         self._used.add(unit.number)
@@ -75,6 +74,6 @@ def follow_tiles(runtime: Runtime) -> None:
     Args:
         runtime: The runtime of the model, which has tiles.
     """
-    tiles = LayerTiles(runtime.gathers, runtime.step)
+    tiles = LayerTiles(runtime.gathers)
     runtime.step.uses = tiles
     runtime.forward.before_forwards.append(tiles.begin_forward)

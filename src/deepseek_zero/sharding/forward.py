@@ -102,7 +102,7 @@ class Forward:
             step.enter(Phase.FORWARD)
             self.comm.meter.clock.enter("forward")
         is_outermost = step.is_outermost
-        is_first = step.uses.is_first(unit)
+        is_first = step.uses.is_first(unit, step.phase)
         # Recompute one tile of a layer at a time, as in forward.
         is_recomputed = unit.is_layer_tile and step.phase is Phase.BACKWARD
         releases = is_recomputed and unit.state is UnitState.SHARDED

@@ -36,7 +36,7 @@ PHASE_MOVES = {
 class UnitUses:
     """Tells the first use of a unit in a forward from later ones. Here each use is a first one."""
 
-    def is_first(self, unit: Unit) -> bool:
+    def is_first(self, unit: Unit, phase: Phase) -> bool:
         """Return whether this is the unit's first use, whose backward is the last of its uses."""
         return True
 
