@@ -391,7 +391,7 @@ def watch_backwards() -> None:
 
 def _scale_entries_of(roots: list[Tensor]) -> tuple[list[Tensor], None]:
     """Scale the gradients that enter an engine past its outputs, before a backward."""
-    factors = list(_FACTORS.values())
+    factors = [factor for runtime, factor in _FACTORS.items() if not runtime.is_destroyed]
     if any(factor.is_carried for factor in factors):
         return roots, None
     if any(factor.has_scaled(root) for factor in factors for root in roots):
