@@ -118,6 +118,10 @@ class StepOrder:
         return self._stop(0) // (self.batch_size * self.shares)
 
 
+class _OwnEpoch(int):
+    """An epoch that a loader has set in a sampler. A program sets plain numbers."""
+
+
 class _From:
     """The indices of a sampler from position `first` on.
 
@@ -179,7 +183,7 @@ class ShardedLoader:
         self.samples = self._resume_at = 0
         self._samples_before = 0  # the same for the previous epoch
         self.sampler = sampler
-        self._sampler_epoch = 0  # the epoch that this loader has set in a DistributedSampler
+        self._has_set_epoch = False  # whether this loader has set the epoch of a sampler
         if sampler is None and not isinstance(dataset, IterableDataset):
             many: int = len(dataset)  # type: ignore[arg-type]  # map-style data have a length
             shares = mesh.data_index, mesh.data_size
@@ -278,11 +282,13 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.sampler, DistributedSampler):
-            if self.sampler.epoch != self._sampler_epoch:  # the program has set it
-                self.set_epoch(self.sampler.epoch)
-            self._sampler_epoch = self.epoch
+            found = self.sampler.epoch
+            # A new sampler has the epoch 0, which the program need not have set
+            if not isinstance(found, _OwnEpoch) and (found or self._has_set_epoch):
+                self.set_epoch(found)
+            self._has_set_epoch = True
         if isinstance(self.sampler, StepOrder | DistributedSampler):
-            self.sampler.set_epoch(self.epoch)
+            self.sampler.set_epoch(_OwnEpoch(self.epoch))
         self.samples = self._resume_at
         self._resume_at = 0
         batches = iter(self._rest_of_epoch())

@@ -143,6 +143,11 @@ def test_the_epoch_that_a_program_sets_in_its_sampler_is_used() -> None:
     expected = list(sampler)
     assert [int(batch[0]) for batch in loader] == expected
     assert [int(batch[0]) for batch in loader] != expected, "the next epoch has another order"
+    sampler.set_epoch(0)
+    expected = list(sampler)
+    for _ in range(3):
+        sampler.set_epoch(0)
+        assert [int(batch[0]) for batch in loader] == expected, "the same epoch again"
 
 
 class Counting(IterableDataset):  # type: ignore[type-arg]
