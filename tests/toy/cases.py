@@ -618,6 +618,7 @@ def faults_of_other_systems(path: Path) -> None:
     _micro_batches_count_in_the_norm(host)  # DeepSpeed#7967
     _loaded_weights_reach_main_weights(host)  # Megatron-Bridge#4082
     _pinned_weights_follow_updates(host)
+    _skipped_steps_keep_weights(host)
 
 
 def _gradients_are_read_before_their_copies(host: Zero) -> None:
@@ -690,6 +691,23 @@ def _pinned_weights_follow_updates(host: Zero) -> None:
         found.append(values + train(engine, 1, first=STEPS) + states_of(engine))
         engine.destroy()
     assert_same(found[1], found[0], "pinned")
+
+
+def _skipped_steps_keep_weights(host: Zero) -> None:
+    """Updates in backward are undone if the gradient of a later unit overflows."""
+    early = {"offload_optimizer": {**host["offload_optimizer"], "super_offload": True}}
+    whole = {"bf16": {"enabled": True, "master": "fp32"}}
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    for top in (whole, fp16):
+        engine = engine_of(3, early, gradient_clipping=0.0, **top)
+        train(engine)
+        expected = states_of(engine)
+        handle = engine.module.tokens.weight.register_hook(lambda grad: grad * torch.inf)
+        train(engine, 1, first=STEPS)
+        handle.remove()
+        assert engine.optimizer.policy(SpeculativeUpdate).undone > 0, "no update in backward"
+        assert_same(states_of(engine), expected, top)
+        engine.destroy()
 
 
 def a_step_of_one_rank(path: Path) -> None:

@@ -137,6 +137,10 @@ class SpeculativeUpdate(UpdatePolicy):
         """
         root = self.runtime.root.number
         self.units = {number: each for number, each in tiles.later.items() if number != root}
+        for _, shard in chain.from_iterable(chain.from_iterable(self.units.values())):
+            staged = shard.master.on_device.staged
+            if staged is not None:
+                staged.is_read = True  # the undo log copies what an update overwrites
 
     def refuse_joining(self, what: str, fix: str) -> None:
         """Raise `UsageError`, because the undo log does not support new parameters.
