@@ -24,6 +24,13 @@ MESH_POINTS = 190.0  # width of the picture of a mesh
 LEAST_POINTS = 4.5  # minimum size of a number
 
 
+# Colours and names of computations
+KINDS = {
+    pipeline.StageActionKind.FORWARD: (FORWARD, "forward"),
+    pipeline.StageActionKind.BACKWARD: (BACKWARD, "backward"),
+}
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """Position of a rank in the picture of a mesh.
@@ -62,26 +69,24 @@ def places_on(mesh: Mesh) -> list[RankPlace]:
     columns.
     """
     axes = axes_shown(mesh)
-    down = axes[:1]
-    right = axes[1:]
-    if len(axes) == 1:
-        down = []
-        right = axes
+    right = axes[1:] or axes
+    down = axes[: len(axes) - len(right)]
+    columns = _coordinates(mesh, right)
     found = []
     for row, above in enumerate(_coordinates(mesh, down)):
         column = 0.0
-        before = None
-        for along in _coordinates(mesh, right):
-            if before is not None:
+        before = columns[0]
+        for along in columns:
+            if along != before:
                 column += 1.0 + _gap(right, before, along)
             before = along
-            found.append(
-                RankPlace(replace(mesh, rank=0).rank_at(**above, **along), float(row), column)
-            )
+            rank = replace(mesh, rank=0).rank_at(**above, **along)
+            found.append(RankPlace(rank, float(row), column))
     return found
 
 
 def _coordinates(mesh: Mesh, axes: Sequence[str]) -> list[dict[str, int]]:
+    """Return all shown coordinates along some axes, the last axis fastest."""
     sizes = [shown_places(getattr(mesh, axis), mesh.world_size) for axis in axes]
     return [dict(zip(axes, found, strict=True)) for found in itertools.product(*sizes)]
 
@@ -104,31 +109,38 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
         mesh: Mesh of ranks to draw.
     """
     names = axes_shown(mesh)
+    right = names[1:] or names
     places = places_on(mesh)
-    right = names[1:] if len(names) > 1 else names
     _bare(panel)
     widest = max(place.column for place in places)
     digits = len(str(mesh.world_size - 1))
     size = max(LEAST_POINTS, min(9.0, MESH_POINTS / (widest + 1.2) / (0.62 * digits + 0.4)))
     for place in places:
         is_own = place.rank == mesh.rank
-        style = {"facecolor": BLUE if is_own else FAINT, "edgecolor": "white", "linewidth": 1.0}
-        panel.broken_barh([(place.column - 0.46, 0.92)], (place.row - 0.42, 0.84), **style)
-        look = {
-            "ha": "center",
-            "va": "center",
-            "fontsize": size,
-            "fontweight": "bold" if is_own else "normal",
-        }
-        color = "white" if is_own else INK
-        panel.text(place.column, place.row, str(place.rank), color=color, **look)
+        colour, ink, weight = (BLUE, "white", "bold") if is_own else (FAINT, INK, "normal")
+        panel.broken_barh(
+            [(place.column - 0.46, 0.92)],
+            (place.row - 0.42, 0.84),
+            facecolor=colour,
+            edgecolor="white",
+            linewidth=1.0,
+        )
+        panel.text(
+            place.column,
+            place.row,
+            str(place.rank),
+            ha="center",
+            va="center",
+            color=ink,
+            fontsize=size,
+            fontweight=weight,
+        )
     _write_columns(panel, mesh, right, places)
     rows = sorted({place.row for place in places})
+    panel.set_yticks([])
     if len(names) > 1:
         shown = shown_places(getattr(mesh, names[0]), mesh.world_size)
         panel.set_yticks(rows, [f"{names[0]} {number}" for number in shown], fontsize=9)
-    else:
-        panel.set_yticks([])
     panel.set_xlim(-0.6, max(widest + 0.6, 3.0))
     panel.set_ylim(rows[-1] + 0.6, -0.65 - 0.5 * len(right))
     add_titles(panel, "Ranks in the mesh", f"{mesh}; rank {mesh.rank} is marked")
@@ -143,6 +155,7 @@ def _write_columns(
 
     A line marks the columns that belong together.
     """
+    look = {"va": "center", "color": INK, "fontsize": 8.5}
     first = [place for place in places if place.row == 0]
     coordinates = [replace(mesh, rank=place.rank).coordinates for place in first]
     for level, axis in enumerate(axes):
@@ -150,19 +163,14 @@ def _write_columns(
         keys = [tuple(each[name] for name in axes[: level + 1]) for each in coordinates]
         for key in dict.fromkeys(keys):
             columns = [place.column for place, own in zip(first, keys, strict=True) if own == key]
-            middle = (columns[0] + columns[-1]) / 2
+            left = columns[0]
+            right = columns[-1]
             is_fastest = level == len(axes) - 1
-            if not is_fastest or len(columns) > 1:
-                panel.plot(
-                    [columns[0] - 0.4, columns[-1] + 0.4],
-                    [height + 0.2] * 2,
-                    color=GREY,
-                    linewidth=0.8,
-                )
-            panel.text(
-                middle, height, str(key[-1]), ha="center", va="center", color=INK, fontsize=8.5
-            )
-        panel.text(-0.72, height, axis, ha="right", va="center", color=INK, fontsize=8.5)
+            if not is_fastest or left < right:
+                line = [left - 0.4, right + 0.4]
+                panel.plot(line, [height + 0.2] * 2, color=GREY, linewidth=0.8)
+            panel.text((left + right) / 2, height, str(key[-1]), ha="center", **look)
+        panel.text(-0.72, height, axis, ha="right", **look)
 
 
 @dataclass(frozen=True)
@@ -219,27 +227,27 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
     bars, length, idle = bars_of(plan)
     _bare(panel)
     for rank in range(plan.ranks):
-        hatched = {
-            "facecolor": "white",
-            "edgecolor": "#d5dbe0",
-            "hatch": "//////",
-            "linewidth": 0.0,
-        }
-        panel.broken_barh([(0, length)], (rank - 0.4, 0.8), **hatched)
-        kinds = (pipeline.StageActionKind.FORWARD, pipeline.StageActionKind.BACKWARD)
-        for kind, chunk in itertools.product(kinds, range(plan.virtual)):
+        row = (rank - 0.4, 0.8)
+        hatched = {"facecolor": "white", "edgecolor": "#d5dbe0", "hatch": "//////"}
+        panel.broken_barh([(0, length)], row, linewidth=0.0, **hatched)
+        for kind, chunk in itertools.product(KINDS, range(plan.virtual)):
             own = [bar for bar in bars if (bar.rank, bar.kind, bar.chunk) == (rank, kind, chunk)]
             spans = [(bar.start, bar.length) for bar in own]
             colour = shade(kind, chunk, plan.virtual)
-            panel.broken_barh(
-                spans, (rank - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.6
-            )
+            panel.broken_barh(spans, row, facecolor=colour, edgecolor="white", linewidth=0.6)
     for bar in bars:
         text = str(bar.micro)
         size = min(8.5, 72 * inches * bar.length / length / (0.62 * len(text) + 0.25))
         if size >= LEAST_POINTS:
-            look = {"ha": "center", "va": "center", "color": "white", "fontsize": size}
-            panel.text(bar.start + bar.length / 2, bar.rank, text, **look)
+            panel.text(
+                bar.start + bar.length / 2,
+                bar.rank,
+                text,
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=size,
+            )
     step = -(-plan.ranks // 32)
     labels = [_row_name(plan, rank) for rank in range(0, plan.ranks, step)]
     panel.set_yticks(range(0, plan.ranks, step), labels, fontsize=9)
@@ -251,19 +259,16 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
     panel.set_xticks([])
     panel.set_xlabel("time of one step, a backward taken as two forwards", fontsize=9, color=INK)
     name = f"{plan.schedule}, {plan.micro_batches} micro-batches"
-    name += f", {plan.virtual} stages on each rank" if plan.virtual > 1 else ""
-    add_titles(
-        panel, "When stages compute", f"{name}: ranks are idle {idle:.0%} of the time (hatched)"
-    )
+    if plan.virtual > 1:
+        name += f", {plan.virtual} stages on each rank"
+    about = f"{name}: ranks are idle {idle:.0%} of the time (hatched)"
+    add_titles(panel, "When stages compute", about)
 
 
 def legend_of(plan: PipelinePlan) -> list[tuple[str, str]]:
     """Return the colours in a pipeline's picture and their meanings."""
     found = []
-    for kind, word in (
-        (pipeline.StageActionKind.FORWARD, "forward"),
-        (pipeline.StageActionKind.BACKWARD, "backward"),
-    ):
+    for kind, (_, word) in KINDS.items():
         for chunk in range(plan.virtual):
             where = f", stage {chunk + 1} of the rank" if plan.virtual > 1 else " of a micro-batch"
             found.append((shade(kind, chunk, plan.virtual), word + where))
@@ -278,16 +283,18 @@ def shade(kind: pipeline.StageActionKind, chunk: int, virtual: int) -> str:
         chunk: Index of the virtual stage on its rank.
         virtual: Number of virtual stages of a rank.
     """
-    colour = FORWARD if kind is pipeline.StageActionKind.FORWARD else BACKWARD
+    colour, _ = KINDS[kind]
     return paler(colour, PALEST * chunk / max(1, virtual - 1))
 
 
 def _row_name(plan: PipelinePlan, rank: int) -> str:
+    """Return the label of a pipeline rank, with its stages if it has several."""
     stages = [str(stage) for stage, there in enumerate(plan.placement) if there == rank]
     return f"pp {rank}" if len(stages) == 1 else f"pp {rank}: stages {', '.join(stages)}"
 
 
 def _bare(panel: Any) -> None:
+    """Hide the frame and the ticks of a panel."""
     for side in ("top", "right", "left", "bottom"):
         panel.spines[side].set_visible(False)
     panel.tick_params(length=0, colors=GREY, labelcolor=INK)
