@@ -67,7 +67,7 @@ def reached_at(met_at: str | None) -> str:
     if met_at == "localhost" or is_loopback(met_at or ""):
         return _address_towards(str(met_at))
     for target in filter(None, (met_at, socket.gethostname(), _FAR)):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):  # the second one: an invalid name
             found = _address_towards(target)
             if not is_loopback(found):
                 return found

@@ -122,7 +122,7 @@ class Meeting:
         plan = self.plan
         try:
             found = socket.getaddrinfo(plan.master_addr, None, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the second one: an invalid name
             raise self._no_meeting(error) from error
         sought = str(found[0][4][0])
         host = sought if plan.node_rank > 0 else self._own_address(sought)
@@ -258,8 +258,12 @@ class Standstill:
         self.logged_stopped = stopped
 
 
-class EndedBySignal(Exception):
-    """A signal ends the launch."""
+class EndedBySignal(BaseException):
+    """A signal ends the launch.
+
+    It is no Exception, because a handler of logging would catch it. The signal would be lost, and
+    later ones are ignored.
+    """
 
     def __init__(self, name: signal.Signals) -> None:
         super().__init__(name)
@@ -330,10 +334,7 @@ class RankAgent:
         plan = self._plan
         store = self._meeting.open()
         nproc = plan.share.nproc
-        sizes = [nproc]
-        if plan.num_nodes > 1:
-            store.set(f"{SIZE_KEY}/{plan.node_rank}", str(nproc))
-            sizes = [int(store.get(f"{SIZE_KEY}/{node}")) for node in range(plan.num_nodes)]
+        sizes = self._sizes(store) if plan.num_nodes > 1 else [nproc]
         first = sum(sizes[: plan.node_rank])
         self._world_size = sum(sizes)
         if plan.num_nodes > 1:
@@ -344,6 +345,26 @@ class RankAgent:
         self._ranks.start(
             [self._rank_environment(first + local_rank, local_rank) for local_rank in range(nproc)]
         )
+
+    def _sizes(self, store: RendezvousStore) -> list[int]:
+        """Return the number of ranks of each node.
+
+        Raises UsageError if a node does not join in time, or if node 0 ends.
+        """
+        plan = self._plan
+        sizes: list[int] = []
+        try:
+            store.set(f"{SIZE_KEY}/{plan.node_rank}", str(plan.share.nproc))
+            for node in range(plan.num_nodes):
+                sizes.append(int(store.get(f"{SIZE_KEY}/{node}")))
+        except RuntimeError as error:
+            raise UsageError(
+                f"Node {len(sizes)} of {plan.num_nodes} has not joined, or node 0 has ended.",
+                why=str(error),
+                fix="Run the command on every machine, each with its own --node_rank (0, 1, ...), "
+                "and look at the output of node 0.",
+            ) from error
+        return sizes
 
     def _rank_environment(self, rank: int, local_rank: int) -> dict[str, str]:
         """Return the variables that torchrun sets for a rank, and DeepSpeed's equivalents."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import signal
 import sys
 from datetime import timedelta
 
@@ -10,9 +13,9 @@ import pytest
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import INTERFACE, TLS
 from deepseek_zero.cli import agent
-from deepseek_zero.cli.agent import Meeting
+from deepseek_zero.cli.agent import EndedBySignal, Meeting, RankAgent
 from deepseek_zero.cli.nodes import NodePlan, NodeShare
-from deepseek_zero.cli.ranks import Command, Target
+from deepseek_zero.cli.ranks import Command, Ranks, Target
 from deepseek_zero.comm.net.store import NO_SECRET, keep_store
 from tests.hosts import free_port
 
@@ -69,6 +72,43 @@ def test_a_node_that_cannot_reach_node_0_logs_that_once_and_retries(
         meeting(1, port := free_port()).open()
     (said,) = [line for line in caplog.messages if "still waiting" in line]
     assert said.startswith(f"still waiting for node 0 at 127.0.0.1:{port}: [Errno ")
+
+
+def test_an_invalid_name_of_node_0_is_reported() -> None:
+    with pytest.raises(UsageError, match=r"(?s)rendezvous failed at a\.\.b:.*idna"):
+        meeting(1, free_port(), "a..b").open()
+
+
+@pytest.mark.parametrize("node_0_ends", [False, True])
+def test_a_node_that_does_not_join_is_named(node_0_ends: bool) -> None:
+    store, table, (_, port) = keep_store("127.0.0.1", 0, SECRET)
+    found = meeting(1, port)
+    for each in (store, found.open()):
+        each.set_timeout(timedelta(seconds=0.05))
+    if node_0_ends:
+        table.close()
+    launcher = RankAgent(found, Ranks(Command(Target.SCRIPT, "train.py")), {}, 0, 0.0, 10.0)
+    with pytest.raises(UsageError, match=r"(?s)Node 0 of 2 has not joined.*--node_rank"):
+        launcher._sizes(found._stores[0])
+    found._stores[0]._store.close()
+    table.close()
+
+
+def test_a_signal_in_a_handler_of_logging_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.signal, "signal", lambda *_: None)
+
+    class BlockedStream(io.StringIO):
+        def write(self, text: str) -> int:
+            agent._end_by(signal.SIGTERM)
+            return 0
+
+    handler = logging.StreamHandler(BlockedStream())
+    agent.logger.addHandler(handler)
+    try:
+        with pytest.raises(EndedBySignal):
+            agent.logger.warning("rank 1 is stopped")
+    finally:
+        agent.logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("by_tls", ["0", "1"], ids=["node 1", "node 0"])
