@@ -366,7 +366,7 @@ def convert(
             fix="Pass a path that does not exist.",
         )
     source = where if tag is None and catalogue.is_single_checkpoint(where) else _folder(where, tag)
-    with Console(stderr=True).status(f"converting {source} to {form}"):
+    with Console(stderr=True).status(Text(f"converting {source} to {form}")):
         _convert(source, out, form, dtype)
     written = sum(path.stat().st_size for path in [out, *out.rglob("*")] if path.is_file())
     if as_json:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from deepseek_zero.base import host, memory
 from deepseek_zero.base.device import pci_address
@@ -400,14 +401,14 @@ def _default_launch(machine: NodeMachine) -> Findings:
 def show(*, as_json: bool = False) -> None:
     """Print the findings as a table or as JSON."""
     found = findings()
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)  # names of folders may contain brackets
     if as_json:
         entries = [{**asdict(one), "verdict": one.verdict.name.lower()} for one in found]
-        console.print(json.dumps(entries, indent=2), markup=False, soft_wrap=True)
+        console.print(json.dumps(entries, indent=2), soft_wrap=True)
         return
     table = Table(title="deepseek-zero doctor", title_justify="left", box=None, pad_edge=False)
     for heading in ("what", "found", "what it means"):
         table.add_column(heading, overflow="fold")
     for one in found:
-        table.add_row(one.name, f"[{one.verdict.value}]{one.value}[/]", one.meaning)
+        table.add_row(one.name, Text(one.value, one.verdict.value), one.meaning)
     console.print(table)

@@ -339,3 +339,10 @@ def test_a_bug_in_a_converter_is_not_reported_as_a_refusal(
 
 def _mistaken(*_: Any, **__: Any) -> None:
     raise AttributeError("a wrong name")
+
+
+def test_brackets_in_a_path_are_not_markup(pristine: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(pristine, tmp_path / "[/x]")
+    result = call("convert", source, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "[/x]" in result.stdout

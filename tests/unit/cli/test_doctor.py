@@ -51,6 +51,16 @@ def test_the_table_has_the_same_values(capsys: pytest.CaptureFixture[str]) -> No
     assert all(name in shown for name in EXPECTED)
 
 
+def test_brackets_in_a_name_are_not_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = doctor.Finding("states on '/data/[/x]'", "[y]", "[z]", doctor.Severity.BAD)
+    monkeypatch.setattr(doctor, "findings", lambda: [found])
+    doctor.show()
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in (found.name, found.value, found.meaning))
+
+
 def test_cores_outside_of_the_affinity_are_reported() -> None:
     present = os.cpu_count() or 1
     assert next(doctor._cpu(NodeMachine(present + 1))).meaning.startswith(f"of {present}")
