@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from .. import parallel, report
@@ -87,7 +88,7 @@ def offloaded_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[S
 def _held(parts: Parts) -> dict[str, list[Tensor]]:
     """Return the tensors of an engine by state.
 
-    A storage that belongs to two states counts for the first.
+    A storage that belongs to two states counts for the first. Sparse buffers have no storage.
     """
     runtime = parts.runtime
     optimizer = parts.optimizer
@@ -125,7 +126,7 @@ def _held(parts: Parts) -> dict[str, list[Tensor]]:
         "boundaries": boundaries,
     }
     return {
-        state: [tensor for tensor in tensors if tensor is not None]
+        state: [each for each in tensors if each is not None and each.layout is torch.strided]
         for state, tensors in held.items()
     }
 

@@ -66,7 +66,7 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
     """Return the address and size in bytes of every storage that a Python tensor uses.
 
     Shared pages count on the rank that owns the slice and writes them, not on ranks that only read
-    them.
+    them. Sparse tensors, whose storages no Python tensor uses, are not counted.
     """
     gc.collect()
     found: dict[int, int] = {}
@@ -77,11 +77,13 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
             for tensor in (value, value.grad if value.is_leaf else None):
                 if tensor is None or tensor.device.type != (device_type or tensor.device.type):
                     continue
-                storage = tensor.untyped_storage()
-                # torch.compile leaves fake tensors, which report a real device
-                if storage.device.type == "meta":
+                try:
+                    storage = tensor.untyped_storage()
+                    # torch.compile leaves fake tensors, which report a real device
+                    if storage.device.type != "meta":
+                        found[storage.data_ptr()] = storage.nbytes()
+                except RuntimeError:  # a sparse or nested tensor, or a wrapper of other tensors
                     continue
-                found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     seen_only = segment_views()
     return {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from deepseek_zero.report.measure import MemoryReport
+import pytest
+import torch
+
+from deepseek_zero.report.measure import MemoryReport, live_storages
 
 MIB = 1024**2
 
@@ -30,3 +33,17 @@ def test_the_total_leaves_out_other_tensors() -> None:
     report = MemoryReport({"weight": 4}, {"weight": 4, "other": 8})
     assert (report.predicted_total, report.measured_total) == (4, 4)
     assert str(MemoryReport({"weight": 4}, {"weight": 4})).splitlines()[-1].split()[0] == "total"
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_tensors_without_a_storage_are_not_counted() -> None:
+    dense = torch.ones(7, 7)
+    rows = [torch.ones(2), torch.ones(3)]
+    kept = [
+        dense.to_sparse(),
+        dense.to_sparse_csr(),
+        torch.nested.nested_tensor(rows, layout=torch.jagged),
+    ]
+    found = live_storages()
+    assert found[dense.data_ptr()] == dense.nbytes
+    assert len(kept) == 3
