@@ -85,7 +85,8 @@ def _attribute_names(value: Any) -> list[str]:
     if value is None or isinstance(value, (str, bytes, int, float, bool, type, nn.Module)):
         return []
     if is_dataclass(value):
-        return [item.name for item in fields(value)]
+        # A field without an initial value may be unset
+        return [item.name for item in fields(value) if hasattr(value, item.name)]
     if type(value).__module__ == "builtins" or not hasattr(value, "__dict__"):
         return []
     return list(vars(value))

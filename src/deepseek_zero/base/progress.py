@@ -71,8 +71,9 @@ class LongWork:
         if self._shown and self._shown != self.done:
             self._show(time.monotonic())
         if self._is_rewritten:
-            sys.stderr.write("\n")
             self._is_rewritten = False
+            with suppress(OSError, ValueError):  # the terminal is gone
+                sys.stderr.write("\n")
 
     def _show(self, now: float) -> None:
         is_terminal = _is_plain_terminal()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.base.nested import cast_inputs, map_inputs
+from deepseek_zero.base.nested import all_tensors, cast_inputs, map_inputs
 
 
 @dataclass
@@ -39,6 +39,17 @@ def test_a_dataclass_keeps_fields_that_its_constructor_does_not_take() -> None:
     assert found.weights.tolist() == [3.0, 3.0]
     assert found.source == "2 tokens"
     assert not hasattr(found, "later")
+
+
+def test_an_unset_field_of_an_output_is_skipped() -> None:
+    @dataclass
+    class Output:
+        cache: Tensor = field(init=False)
+        logits: Tensor
+
+    logits = torch.ones(2)
+    (found,) = all_tensors(Output(logits))
+    assert found is logits
 
 
 def test_a_frozen_dataclass_with_slots_is_copied() -> None:

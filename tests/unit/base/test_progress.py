@@ -96,6 +96,23 @@ def test_a_terminal_has_one_line_that_is_rewritten(
     )
 
 
+def test_a_terminal_that_is_gone_is_no_error(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    class GoneTerminal(Terminal):
+        def write(self, text: str) -> int:
+            if len(self.getvalue()) > 0:
+                raise OSError(5, "Input/output error")
+            return super().write(text)
+
+    screen = GoneTerminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "__stderr__", screen)
+    with LongWork("reading", 100) as work:
+        clock.now += progress.QUIET_SECONDS
+        work.advance(50)
+        work.advance(50)
+    assert work.done == 100
+
+
 def test_other_ranks_log_nothing(
     clock: Clock, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
