@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..base.capabilities import Capability
@@ -105,7 +104,7 @@ class Recompute:
             (args, kwargs), tensors = extract_tensors(inputs)
             if tensors:
                 keeps = self.parking if self.partition is None else self.partition
-                function = _Filled(function, tensors, keeps.park(tensors))
+                function = _Filled(function, inputs, keeps.park(tensors))
         call = partial(torch_checkpoint, function, *args, use_reentrant=False, **kwargs)
         if self.profile is None or not torch.is_grad_enabled():
             return call()
@@ -151,20 +150,24 @@ class Recompute:
 class _Filled:
     """A function whose placeholders are replaced when it is called.
 
-    The first call uses the original tensors, later calls use restored copies. It exists as long as
-    the graph can be recomputed, and keeps the offloaded inputs for that time.
+    The first call uses the original arguments, because the function may change a list or a dict of
+    the caller. Later calls use restored copies. It exists as long as the graph can be recomputed,
+    and keeps the offloaded inputs for that time.
     """
 
     function: Callable[..., Any]
-    tensors: list[Tensor] | None
+    inputs: tuple[Args, Kwargs] | None  # with the keywords of torch's checkpoint
     parked: ParkedTensors | InputShare
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors = self.tensors
-        self.tensors = None
-        if tensors is None:
+        inputs = self.inputs
+        self.inputs = None
+        if inputs is None:
             tensors = [tensor.requires_grad_() for tensor in self.parked.restore()]
-        args, kwargs = insert_tensors((args, kwargs), tensors)
+            args, kwargs = insert_tensors((args, kwargs), tensors)
+        else:
+            args, given = inputs
+            kwargs = {name: given[name] for name in kwargs}
         return self.function(*args, **kwargs)
 
 
