@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,7 @@ from ..base.world import is_rank_zero
 from .records import csv_line, open_for_append
 
 Scalar = tuple[str, float, int]
+MOST_DROPPED = 512  # calls whose events are dropped between two attempts of a monitor that fails
 
 
 class MonitorMaster:
@@ -33,40 +35,67 @@ class MonitorMaster:
         sections = {name: getattr(config, name) for name in _WRITERS}
         wanted = {name: section for name, section in sections.items() if section.enabled}
         self.enabled = bool(wanted)
-        self._writers: list[Any] = []
+        self._monitors: list[_Monitor] = []
         if is_rank_zero():
-            self._writers = [_WRITERS[name](section) for name, section in wanted.items()]
+            self._monitors = [_Monitor(_WRITERS[name](section)) for name, section in wanted.items()]
 
     def write_events(self, events: Sequence[Scalar]) -> None:
         """Record (tag, value, step) events on rank 0.
 
-        A monitor that fails causes a warning and gets no more events.
+        A monitor that fails causes a warning and is tried again at a later call.
 
         Raises:
             ValueError: An event has not three values.
         """
         events = [(tag, value, step) for tag, value, step in events]
-        for writer in list(self._writers):
-            try:
-                writer.write_events(events)
-            except Exception as error:  # only rank 0 writes, and the other ranks go on
-                _warn(writer, "gets no more events", error)
-                self._writers.remove(writer)
+        for monitor in self._monitors:
+            monitor.write_events(events)
 
     def close(self) -> None:
         """Close every monitor; later events are dropped."""
-        writers = self._writers
-        self._writers = []
-        for writer in writers:
-            try:
-                writer.close()
-            except Exception as error:  # the other writers are closed, too
-                _warn(writer, "could not be closed", error)
+        monitors = self._monitors
+        self._monitors = []
+        for monitor in monitors:
+            monitor.close()
 
 
-def _warn(writer: Any, what: str, error: Exception) -> None:
-    """Log that a monitor has failed."""
-    logger.warning(f"monitor: {type(writer).__name__} {what} ({str(error)[:300]})")
+@dataclass(eq=False)
+class _Monitor:
+    """A writer whose errors do not stop training.
+
+    After an error, the events of some calls are dropped, because each attempt may take long: of one
+    call after the first error, and of twice as many after each further error in a row.
+    """
+
+    writer: Any
+    _pause: int = 0  # calls to drop after the last error
+    _dropped: int = 0  # calls dropped since then
+    _has_warned: bool = False
+
+    def write_events(self, events: Sequence[Scalar]) -> None:
+        """Write the events, unless they are dropped after an error."""
+        if self._dropped < self._pause:
+            self._dropped += 1
+            return
+        try:
+            self.writer.write_events(events)
+            self._pause = 0
+        except Exception as error:  # only rank 0 writes, and the other ranks go on
+            self._pause = min(2 * self._pause, MOST_DROPPED) or 1
+            self._dropped = 0
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn("failed, and is tried again later; events are lost until then", error)
+
+    def close(self) -> None:
+        """Close the writer."""
+        try:
+            self.writer.close()
+        except Exception as error:  # the other writers are closed, too
+            self._warn("could not be closed", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
+        logger.warning(f"monitor: {type(self.writer).__name__} {what} ({str(error)[:300]})")
 
 
 class CsvWriter:

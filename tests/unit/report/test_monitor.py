@@ -145,15 +145,20 @@ def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
     ] == [True]
 
 
-def test_a_monitor_that_fails_gets_no_more_events_and_the_others_do(
+def test_a_monitor_that_fails_is_tried_again_and_the_others_get_all_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, _ = install(monkeypatch, "wandb", "init")
     section = CsvMonitor(enabled=True, output_path=str(tmp_path), job_name="job")
     master = master_with(wandb=Wandb(enabled=True), csv_monitor=section)
-    (tmp_path / "job" / "loss.csv").mkdir()
-    master.write_events([("loss", 1.0, 1)])
-    master.write_events([("loss", 2.0, 2)])
+    folder = tmp_path / "job" / "loss.csv"
+    folder.mkdir()
+    for step in range(1, 8):
+        if step == 6:
+            folder.rmdir()
+        master.write_events([("loss", float(step), step)])
     master.close()
-    assert caplog.text.count("CsvWriter gets no more events") == 1
-    assert [name for name, *_ in run.calls] == ["log", "log", "finish"]
+    assert caplog.text.count("CsvWriter failed, and is tried again later") == 1
+    written = folder.read_text().splitlines()
+    assert written == ["step,loss", "6,6.0", "7,7.0"], "tried in steps 1, 3 and 6"
+    assert [name for name, *_ in run.calls] == ["log"] * 7 + ["finish"]
