@@ -186,17 +186,16 @@ def _with_groups(optimizer: Any) -> HasParamGroups:
     )
 
 
-def _finite(name: str, value: Any, least: float = -math.inf) -> float:
+def _finite(name: str, value: Any) -> float:
     """Return a setting as a float.
 
-    Raises ConfigError if it is not a finite number, or is less than `least`.
+    Raises ConfigError if it is not a finite number.
     """
     number = math.nan
     with suppress(TypeError, ValueError):
         number = float(value)
-    if not math.isfinite(number) or number < least:
-        limit = "" if least == -math.inf else f" of at least {least:g}"
-        raise ConfigError(f"{name} is {shown(value)}.", fix=f"give a finite number{limit}.")
+    if not math.isfinite(number):
+        raise ConfigError(f"{name} is {shown(value)}.", fix="give a finite number.")
     return number
 
 
@@ -578,7 +577,8 @@ class OneCycle(LRSchedule):
         cycle_min_lr: The rate at both ends of the cycle, for all groups or as a list with one rate
             per group.
         cycle_max_lr: The rate at the peak of the cycle, in the same form.
-        decay_lr_rate: The factor of t in the decay of the rate, at least 0 (default 0).
+        decay_lr_rate: The factor of t in the decay of the rate (default 0). If it is negative, the
+            rate increases, and the schedule ends with an error before the denominator reaches 0.
         cycle_first_step_size: The number of iterations of the rising part (default 2000).
         cycle_second_step_size: The number of iterations of the falling part. None (default) means
             as many as in the rising part.
@@ -619,8 +619,7 @@ class OneCycle(LRSchedule):
         )
         self.step_ratio = self.first_size / self.total_size
         self.decay_size = _whole(chosen, "decay_step_size", 0)
-        # With a negative rate, the denominator would reach 0
-        self._lr_decay = _finite("decay_lr_rate", chosen.decay_lr_rate, 0.0)
+        self._lr_decay = _finite("decay_lr_rate", chosen.decay_lr_rate)
         self._mom_decay = _finite("decay_mom_rate", chosen.decay_mom_rate)
         self.min_lrs = self._per_group("cycle_min_lr")
         self.max_lrs = self._per_group("cycle_max_lr")
@@ -636,6 +635,14 @@ class OneCycle(LRSchedule):
         if self._cycling():
             return _between(self.min_lrs, self.max_lrs, self._scale())
         factor = 1.0 + self._lr_decay * self._decay_intervals()
+        if factor <= 0.0:
+            raise ConfigError(
+                f"OneCycle has no rate at iteration {self.last_batch_iteration}, with "
+                f"decay_lr_rate={self._lr_decay:g}.",
+                "The rate after the cycle is cycle_min_lr / (1 + decay_lr_rate * t), and this "
+                "denominator has reached 0.",
+                "set decay_lr_rate to 0 or more, or increase decay_step_size.",
+            )
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:

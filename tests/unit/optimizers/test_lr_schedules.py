@@ -357,7 +357,7 @@ def test_numbers_of_iterations_may_be_fractions() -> None:
         ("WarmupCosineLR", "cos_min_ratio", math.nan),
         ("WarmupCosineLR", "warmup_min_ratio", None),
         ("LRRangeTest", "lr_range_test_step_rate", math.inf),
-        ("OneCycle", "decay_lr_rate", -0.5),
+        ("OneCycle", "decay_lr_rate", -math.inf),
         ("OneCycle", "decay_mom_rate", math.nan),
     ],
 )
@@ -366,6 +366,14 @@ def test_rates_that_would_not_be_finite_are_refused(name: str, setting: str, val
     more = {"cycle_min_lr": 0.1} if name == "OneCycle" else {}
     with pytest.raises(ConfigError, match=f"{setting} is "):
         resolve_schedule(name, required.get(name, {}) | more | {setting: value}, groups(1.0))
+
+
+def test_a_rate_that_grows_after_the_cycle_ends_before_it_is_infinite() -> None:
+    chosen = {"decay_lr_rate": -0.5, "decay_step_size": 2, "cycle_first_step_size": 1}
+    cycle = OneCycle(groups(1.0), cycle_min_lr=1.0, cycle_max_lr=2.0, **chosen)
+    assert rates(cycle, 5)[-3:] == pytest.approx([4 / 3, 2.0, 4.0])
+    with pytest.raises(ConfigError, match=r"no rate at iteration 5(.|\n)*set decay_lr_rate"):
+        cycle.step()
 
 
 def test_a_schedule_of_torch_whose_rates_are_not_finite_is_refused() -> None:
