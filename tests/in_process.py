@@ -44,6 +44,7 @@ from deepseek_zero.extensions.zero_init import ready_units
 from deepseek_zero.optim.shard_set import ShardSet
 from deepseek_zero.optim.sharded import ShardedOptimizer
 from deepseek_zero.optim.step_settings import StepSettings
+from deepseek_zero.planner.messages import SUM_TILE_NUMEL
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.planner.plan_settings import Machine, PlanSettings
 from deepseek_zero.sharding.comm_context import CommContext
@@ -462,7 +463,8 @@ def build_one(rank: Rank, model: nn.Module, **settings: Any) -> ParamGroup:
     chosen = PlanSettings(**{"persistence_numel": 0, **settings})
     plan = plan_model(model, chosen, Mesh().on_world(rank.size, rank.index))
     (planned,) = plan.units[0].groups
-    comm_ctx = CommContext(rank.comm, Pool(CPU, rank.comm), chosen.bucket_numel)
+    pool = Pool(CPU, rank.comm, SUM_TILE_NUMEL.on(CPU))
+    comm_ctx = CommContext(rank.comm, pool, chosen.bucket_numel)
     return build_group(
         planned, dict(model.named_parameters()), comm_ctx, group_parts(plan, rank.comm, comm_ctx)
     )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..base.device import storage_users
 from ..comm.collectives import Comm
-from ..planner.messages import SUM_TILE_NUMEL
 from ..tiers.budget import DeviceBudget
 
 # Bytes. Returning the pages of a smaller buffer costs more than it saves.
@@ -32,15 +31,15 @@ class Pool:
     Attributes:
         device: The device of the tensors.
         comm: The communicator of all ranks, which allocates the tensors.
+        scratch_numel: The number of elements of `take_scratch`.
         budget: Counts the memory of the tensors.
-        scratch_numel: The number of elements of `take_scratch`; None for the size that sums need.
         allocated_bytes: The size of all tensors of the pool, lent or idle.
     """
 
     device: torch.device
     comm: Comm
+    scratch_numel: int
     budget: DeviceBudget = field(default_factory=DeviceBudget)
-    scratch_numel: int | None = None
     _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -66,7 +65,7 @@ class Pool:
 
     def take_scratch(self) -> Tensor:
         """Return fp32 scratch memory for sums and codecs, which `give` returns to the pool."""
-        return self.take(self.scratch_numel or SUM_TILE_NUMEL.on(self.device), torch.float32)
+        return self.take(self.scratch_numel, torch.float32)
 
     def give(self, tensor: Tensor) -> None:
         """Return a tensor to the pool.

@@ -54,7 +54,7 @@ def wrap_model(
         Collective: every rank must call it with the same model and settings.
     """
     device = plan.mesh.device
-    pool = Pool(device, comm, tiers.budget, scratch_numel(plan.units, device))
+    pool = Pool(device, comm, scratch_numel(plan.units, device), tiers.budget)
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(
         settings, plan.mesh.reduce_size

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deepseek_zero.comm.collectives import ordered_sum
 from deepseek_zero.planner.layout import FlatLayout, even_layout
+from deepseek_zero.planner.messages import SUM_TILE_NUMEL
 from deepseek_zero.planner.spec import TRANSITIONS, Movement, P, Placement, R, S, Spec
 from deepseek_zero.sharding.buffer import FlatBuffer
 from deepseek_zero.sharding.comm_context import CommContext
@@ -45,7 +46,8 @@ def plain_sum(
 
 
 def context(rank: Rank, bucket_numel: int = 1 << 40, divisor: float = 1.0) -> CommContext:
-    return CommContext(rank.comm, Pool(CPU, rank.comm), bucket_numel, divisor)
+    pool = Pool(CPU, rank.comm, SUM_TILE_NUMEL.on(CPU))
+    return CommContext(rank.comm, pool, bucket_numel, divisor)
 
 
 def buffer(
