@@ -120,31 +120,24 @@ class CodedMessage(Message):
 
 
 def summand_messages(
-    values: Tensor,
-    wire: Codec,
-    near: int,
-    wire_inside: Codec | None,
-    errors: LeftOut | None,
-    pool: Pool,
+    source: FlatBuffer, wire: Codec, comm_ctx: CommContext
 ) -> tuple[CodedMessage, CodedMessage]:
     """Create the messages in which gradients are sent and in which their sums arrive.
 
     They are the same object unless gradients are summed within each host first.
 
     Args:
-        values: The partial gradient of this rank, flat, including the padding.
-        wire: The codec between ranks, from the plan.
-        near: The number of ranks whose gradients are summed first (`Route.near`).
-        wire_inside: The codec among these ranks; None to use `wire`.
-        errors: The error feedback; None if quantization errors are not kept.
-        pool: The pool from which the memory of the messages is taken.
+        source: The partial gradient of this rank.
+        wire: The codec between ranks.
+        comm_ctx: The communicator of the shard group, with buffer pool and route.
 
     Returns:
         The message that this rank sends first, and the one that it receives last.
     """
-    first, last = hop_wires(wire, values.dtype, near, wire_inside)
-    message = CodedMessage.of(values, first, pool)
-    arriving = replace(message, wire=last, errors=errors)
+    near = comm_ctx.route.near
+    first, last = hop_wires(wire, source.memory.dtype, near, source.spec.wire_inside)
+    message = CodedMessage.of(source.memory, first, comm_ctx.pool)
+    arriving = replace(message, wire=last, errors=source.errors)
     return (arriving, arriving) if near == 1 else (message, arriving)
 
 

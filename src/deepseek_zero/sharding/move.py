@@ -104,14 +104,11 @@ class _ReduceScatter:
         self.what = what
         self.add = add
         wire = source.spec.wire or Cast(source.spec.dtype)
-        near = comm_ctx.route.near
         # What a rank sends in the first hop, and what it receives in the last one
         self._sent = self._received = Message(wire, source.memory, comm_ctx.pool)
-        if source.spec.wire is not None or near > 1:
+        if source.spec.wire is not None or comm_ctx.route.near > 1:
             # Summands are cast or coded into lent memory, piece by piece (coded_message.py).
-            self._sent, self._received = summand_messages(
-                source.memory, wire, near, source.spec.wire_inside, source.errors, comm_ctx.pool
-            )
+            self._sent, self._received = summand_messages(source, wire, comm_ctx)
         layout = source.layout
         self._numel, self._depth = messages_of(
             layout.slice_numel, layout.ranks, comm_ctx.bucket_numel, wire.message_numel
