@@ -103,7 +103,7 @@ class FlatLayout:
 
 
 def even_layout(
-    names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK, grain: int = 1
+    names: Sequence[str], shapes: Sequence[Shape], ranks: int, grain: int = 1
 ) -> FlatLayout:
     """Lay out parameters one after another in a flat buffer of equal slices.
 
@@ -113,8 +113,7 @@ def even_layout(
         names: The full names of the parameters, in the order of the layout.
         shapes: The shape of each parameter, in the order of `names`.
         ranks: The number of slices, one for each rank of the shard group.
-        block: The length of a slice is a multiple of this many elements.
-        grain: Each parameter begins at a multiple of this many elements; it divides `block`.
+        grain: Each parameter begins at a multiple of this many elements; it divides `BLOCK`.
     """
     slots = []
     offset = 0
@@ -122,4 +121,4 @@ def even_layout(
         slots.append(Slot(name, tuple(shape), offset))
         offset += -(-prod(shape) // grain) * grain
     per_rank = -(-offset // ranks)
-    return FlatLayout(tuple(slots), -(-per_rank // block) * block, ranks)
+    return FlatLayout(tuple(slots), -(-per_rank // BLOCK) * BLOCK, ranks)

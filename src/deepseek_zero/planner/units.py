@@ -25,9 +25,7 @@ from .row_of_group import gradient_wires, plan_for, predivide_of
 from .spec import R, S, ShardPlan
 
 
-def whole_layout(
-    names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK
-) -> FlatLayout:
+def whole_layout(names: Sequence[str], shapes: Sequence[Shape], ranks: int) -> FlatLayout:
     """Lay out parameters so that none is cut between ranks.
 
     Some optimizers need whole matrices or norms. The largest parameter goes to the rank with the
@@ -37,7 +35,6 @@ def whole_layout(
         names: The full names of the parameters, in the order of the layout.
         shapes: The shape of each parameter, in the order of `names`.
         ranks: The number of slices, one for each rank of the shard group.
-        block: The length of a slice is a multiple of this many elements.
 
     Returns:
         The layout, in which each parameter is in the slice of one rank.
@@ -49,7 +46,7 @@ def whole_layout(
         rank = min(range(ranks), key=lambda candidate: (loads[candidate], candidate))
         place[index] = (rank, loads[rank])
         loads[rank] += prod(shapes[index])
-    slice_numel = -(-max(loads, default=0) // block) * block
+    slice_numel = -(-max(loads, default=0) // BLOCK) * BLOCK
     slots = [
         Slot(name, tuple(shape), place[index][0] * slice_numel + place[index][1])
         for index, (name, shape) in enumerate(zip(names, shapes, strict=True))

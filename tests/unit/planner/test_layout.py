@@ -26,14 +26,21 @@ def random_shapes(seed: int) -> list[Shape]:
     ]
 
 
+def pad_to(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pad slices to multiples of a number of elements."""
+    monkeypatch.setattr("deepseek_zero.planner.layout.BLOCK", block)
+    monkeypatch.setattr("deepseek_zero.planner.units.BLOCK", block)
+
+
 @pytest.mark.parametrize("granularity", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("seed", range(12))
 def test_every_element_of_every_parameter_is_owned_by_one_rank(
-    granularity: str, ranks: int, seed: int
+    granularity: str, ranks: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pad_to(16, monkeypatch)
     shapes = [*random_shapes(seed), (40, 50), (1025,)]
-    layout = LAYOUTS[granularity]([f"p{k}" for k in range(len(shapes))], shapes, ranks, block=16)
+    layout = LAYOUTS[granularity]([f"p{k}" for k in range(len(shapes))], shapes, ranks)
     owners = torch.zeros(layout.padded_numel, dtype=torch.int64)
     for slot, shape in zip(layout.slots, shapes, strict=True):
         assert slot.numel == prod(shape)
@@ -66,9 +73,12 @@ def test_an_even_layout_pads_by_less_than_a_block_per_rank(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_whole_layout_cuts_no_parameter(ranks: int, seed: int) -> None:
+def test_a_whole_layout_cuts_no_parameter(
+    ranks: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pad_to(8, monkeypatch)
     shapes = [*random_shapes(seed), (31, 7), (64,)]
-    layout = LAYOUTS["tensor"]([f"p{k}" for k in range(len(shapes))], shapes, ranks, block=8)
+    layout = LAYOUTS["tensor"]([f"p{k}" for k in range(len(shapes))], shapes, ranks)
     for slot in layout.slots:
         owners = [
             rank
@@ -78,8 +88,11 @@ def test_a_whole_layout_cuts_no_parameter(ranks: int, seed: int) -> None:
         assert len(owners) == (1 if slot.numel else 0)
 
 
-def test_a_whole_layout_puts_the_largest_first_on_the_least_loaded_rank() -> None:
-    layout = LAYOUTS["tensor"](["a", "b", "c", "d"], [(24,), (80,), (48,), (32,)], 2, block=1)
+def test_a_whole_layout_puts_the_largest_first_on_the_least_loaded_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pad_to(1, monkeypatch)
+    layout = LAYOUTS["tensor"](["a", "b", "c", "d"], [(24,), (80,), (48,), (32,)], 2)
     assert {slot.name: slot.start for slot in layout.slots} == {"b": 0, "c": 104, "d": 152, "a": 80}
     assert layout.slice_numel == 104
 

@@ -8,7 +8,7 @@ import torch
 from deepseek_zero.base.device import CPU
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.auto_wrap_policy import read_model
-from deepseek_zero.planner.layout import even_layout
+from deepseek_zero.planner.layout import FlatLayout, Slot, even_layout
 from deepseek_zero.planner.plan import Plan, plan_model
 from deepseek_zero.planner.plan_settings import PlanSettings
 from deepseek_zero.planner.row_of_group import plan_for
@@ -85,6 +85,11 @@ def test_a_replicated_main_weight_is_cut_at_slice_boundaries_and_each_shard_has_
     assert sizes(2500, ranks=1, stage=0, rank=0, tile_numel=1000) == [1000, 1000, 500]
 
 
+def layout_of(name: str, numel: int) -> FlatLayout:
+    """Return the layout of one parameter on one rank, without padding."""
+    return FlatLayout((Slot(name, (numel,), 0),), numel, 1)
+
+
 def units_of(sizes: list[int], policy: Policy) -> list[UnitPlan]:
     """Return units of one tensor each on one rank."""
     plan = plan_for(
@@ -95,7 +100,7 @@ def units_of(sizes: list[int], policy: Policy) -> list[UnitPlan]:
         ranks=1,
     )
     return [
-        UnitPlan(str(k), (GroupPlan(plan, even_layout([f"w{k}"], [(size,)], 1, block=1)),))
+        UnitPlan(str(k), (GroupPlan(plan, layout_of(f"w{k}", size)),))
         for k, size in enumerate(sizes)
     ]
 
@@ -131,8 +136,7 @@ def tiles_beside(device: torch.device, tiers: tuple[Tier, ...], policy: Policy) 
     for number, tier in enumerate(tiers):
         settings = PlanSettings(stage=3, policy=policy, state_tier=tier)
         plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=1)
-        layout = even_layout([f"w{number}"], [(10_000,)], 1, block=1)
-        units.append(UnitPlan(str(number), (GroupPlan(plan, layout),)))
+        units.append(UnitPlan(str(number), (GroupPlan(plan, layout_of(f"w{number}", 10_000)),)))
     names = frozenset(f"w{number}" for number in range(len(tiers)))
     update = UpdateSettings("AdamW", (ParamGroupPlan({}, names),), 8192, host_tile_numel=1024)
     return plan_update(units, update, 0, device)
