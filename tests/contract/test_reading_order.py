@@ -28,7 +28,7 @@ FOLDERS = ("engine", "optim", "planner", "sharding", "tiers")
 SKIPPED = {
     "engine/losses.py": "finds the losses among the results of a forward",
     "engine/memory_advice.py": "adds advice to errors about memory",
-    "engine/micro_batches.py": "refuses calls at the wrong time of an accumulation",
+    "engine/micro_batches.py": "checks losses, and the time of calls in an accumulation",
     "engine/observer.py": "measures, logs and records",
     "engine/state_offload.py": "refuses steps while engine.offload_states is in force",
     "engine/step_fields.py": "adds the fields of features to the message of a step",
