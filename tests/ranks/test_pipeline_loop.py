@@ -95,7 +95,9 @@ def assert_trains_alike(engine: Any, reference: Any, calls: int, parts: int, ste
             engine, [joined(batches[first : first + parts]) for first in range(0, many, parts)]
         )
         expected = reference.train_batch(iter(batches))
-        assert sum(map(float, losses)) / calls == pytest.approx(float(expected), rel=1e-6)
+        mean = sum(map(float, losses)) / calls
+        assert mean == pytest.approx(float(expected), rel=1e-6)
+        assert engine.observer.record.loss == pytest.approx(mean, rel=1e-6)
         assert engine.global_steps == step + 1
         assert engine.get_global_grad_norm() == pytest.approx(
             reference.get_global_grad_norm(), rel=1e-6
@@ -116,7 +118,8 @@ def test_calls_train_to_the_bits_of_one_process_and_mix_with_whole_steps() -> No
     assert float(found.loss) == pytest.approx(float(loss), rel=1e-3)
     assert ("logits" in found) is (dist.get_rank() == 1)
     engine.train()
-    engine.train_batch(iter(batches_of(3, 2, 4)))
+    loss = engine.train_batch(iter(batches_of(3, 2, 4)))
+    assert engine.observer.record.loss == pytest.approx(float(loss), rel=1e-6)
     assert engine.global_steps == 3 and engine.micro_steps == 6
     with torch.no_grad():
         assert not engine(**joined(batches_of(5, 2))).loss.requires_grad

@@ -78,7 +78,7 @@ class Engine(StandsForModule):
         self._batch = config.batch
         self.observer.planned(self.plan())
         self._loss_factor = loss_factor_of(parts.runtime)
-        self._losses = Losses(parts.backwards.reached, self.observer.loss)
+        self._losses = Losses(parts.loss_checks.reached, self.observer.loss)
 
     @property
     def runtime(self) -> Runtime:
@@ -150,7 +150,7 @@ class Engine(StandsForModule):
                 self.observer.timed("backward"),
                 self._losses.paused(),
                 self.parts.advice.explaining("backward"),
-                self.parts.backwards.expected(loss, self.global_steps + 1) as has_graph,
+                self.parts.loss_checks.expected(loss, self.global_steps + 1) as has_graph,
             ):
                 if has_graph:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
@@ -195,7 +195,7 @@ class Engine(StandsForModule):
     def _refuse_open_blocks(self) -> None:
         """Raise `UsageError` if the gradients of the step are not complete yet."""
         self.held_reductions.refuse_step()
-        self.parts.backwards.refuse_open()
+        self.parts.loss_checks.refuse_open()
 
     def _count(self, taken: int) -> None:
         """Count micro-batches before their step."""

@@ -29,7 +29,7 @@ from ..sharding.runtime import Runtime
 from .changes import change_piece, change_whole, refuse_changes_on
 from .determinism import Determinism
 from .dialect import ModelRules
-from .micro_batches import Backwards
+from .micro_batches import LossChecks
 from .parts import Parts
 from .pieces import PiecePlans, Stages, cut_along_axes, plan_layers, refuse_auto_on
 from .saving import Saver
@@ -166,7 +166,7 @@ def add_features(
     if changes.stages is not None:
         parts.loop = changes.stages.connect(comm, mesh, runtime)
         parts.pipeline = parts.loop.pipeline
-    parts.backwards = parts.loop or Backwards(runtime, mesh)
+    parts.loss_checks = parts.loop or LossChecks(runtime, mesh)
     parts.step_fields = StepFields(parts.preemption, stragglers_of(mesh, comm), parts.integrity)
     parts.sparse_attention = changes.sparse
     parts.recompute = configure_for(

@@ -168,8 +168,8 @@ class HeldReductions:
             )
 
 
-class Backwards:
-    """The backwards of an engine without pipeline stages.
+class LossChecks:
+    """Checks the losses that a program differentiates, of an engine without pipeline stages.
 
     `PlainLoop` (pipeline/loop.py) has the same methods for an engine with stages.
 

@@ -20,7 +20,7 @@ from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from .determinism import Determinism
 from .memory_advice import MemoryAdvice
-from .micro_batches import Backwards
+from .micro_batches import LossChecks
 from .saving import Saver, Trainer
 from .step_fields import StepFields
 
@@ -54,7 +54,7 @@ class Parts:
         determinism: Deterministic algorithms of PyTorch; None if they are not configured.
         pipeline: The pipeline of this rank's stages; None without stages.
         loop: Runs the schedule of the pipeline; None without stages.
-        backwards: Checks the losses that the program differentiates; with stages, this is `loop`.
+        loss_checks: Checks the losses that a program differentiates; with stages, this is `loop`.
         step_fields: Adds fields of features to the message of a step.
         sparse_attention: The configured sparse attention, or None.
         after_steps: Functions that features run after each step of the engine.
@@ -79,7 +79,7 @@ class Parts:
     determinism: Determinism | None = None
     pipeline: Pipeline | None = None
     loop: PlainLoop | None = None
-    backwards: Backwards | PlainLoop = field(init=False)
+    loss_checks: LossChecks | PlainLoop = field(init=False)
     step_fields: StepFields = field(default_factory=StepFields)
     sparse_attention: attention.SparseAttention | None = None
     after_steps: list[Callable[[Trainer], None]] = field(default_factory=list)
