@@ -30,6 +30,8 @@ def evaluated(closure: Closure) -> float | None:
 def adam_state(state: dict[str, Any], parameter: Tensor, step_device: torch.device) -> None:
     """Create the state of Adam if there is none: `step`, `exp_avg` and `exp_avg_sq`.
 
+    If there is one, `step` is moved to its device. A checkpoint loads it on the CPU.
+
     Args:
         state: The state of the parameter, changed in place.
         parameter: The parameter, whose shape and device the moments get.
@@ -39,3 +41,5 @@ def adam_state(state: dict[str, Any], parameter: Tensor, step_device: torch.devi
         state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    else:
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=step_device)

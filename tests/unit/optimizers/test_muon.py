@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepseek_zero.base.errors import ConfigError
+from deepseek_zero.optimizers.common import adam_state
 from deepseek_zero.optimizers.muon import Muon, orthogonalize
 
 
@@ -242,3 +243,14 @@ def test_a_group_may_have_one_tensor_or_an_iterator(given: Callable[[Tensor], An
 def test_the_rate_the_decay_and_the_momentum_may_be_positional_as_in_torch_and_deepspeed() -> None:
     group = Muon([torch.ones(2, 2)], 0.5, 0.1, 0.8).param_groups[0]
     assert (group["lr"], group["weight_decay"], group["momentum"]) == (0.5, 0.1, 0.8)
+
+
+def test_a_counter_that_was_loaded_on_the_cpu_is_moved_to_the_device() -> None:
+    param = torch.ones(3, device="meta")
+    state: dict[str, Any] = {"step": torch.tensor(4.0)}
+    adam_state(state, param, param.device)
+    assert state["step"].device == param.device
+    state = {"step": torch.tensor(4.0)}
+    counter = state["step"]
+    adam_state(state, torch.ones(3), torch.device("cpu"))
+    assert state["step"] is counter
