@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero import checkpointing, zero
+from deepseek_zero.activations.offload import ActivationOffload
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.extensions import SpeculativeUpdate
 from deepseek_zero.pipeline import find_chain
@@ -330,6 +331,7 @@ def activations_and_memory(path: Path) -> None:
     """Offloaded activations keep the bits, a memory budget is respected, and predictions are
     exact.
     """
+    _unused_activations_are_freed_after_their_copies()
     places = states_on(path)
     expected = trained(3, {}, model=seeded(Recomputed))
     for section in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(path)}):
@@ -364,6 +366,17 @@ def activations_and_memory(path: Path) -> None:
         gc.collect()
     else:
         raise AssertionError("a budget of the device was passed over")
+
+
+def _unused_activations_are_freed_after_their_copies() -> None:
+    offload = ActivationOffload(HostMemory, 3)
+    handles = [offload.offload([torch.ones(4096, device=toy.NAME)]) for _ in range(3)]
+    handles[2].restore()  # starts to copy the inputs before these
+    handles.clear()
+    offload.sweep()
+    other = torch.zeros(4096, device=toy.NAME).add_(1)
+    torch.accelerator.synchronize()
+    assert bool((other == 1).all())
 
 
 class Chained(nn.Module):

@@ -252,6 +252,8 @@ class ActivationOffload:
         In that case they are freed with the graph.
         """
         if len(self._dropped) == len(self._offloaded):
+            for number in self._dropped:
+                self._copies.discard(number)
             self._dropped.clear()
             self._offloaded.clear()
             self._copies.synchronize()
@@ -424,8 +426,13 @@ class ActivationCopy:
             self._prefetched[number] = self._start(inputs, range(len(inputs.forms)))
 
     def discard(self, number: int) -> None:
-        """Drop a prefetched copy, if there is one of this number."""
-        self._prefetched.pop(number, None)
+        """Drop a prefetched copy, if there is one of this number.
+
+        Later work of the device waits for the copy, because it may get the memory.
+        """
+        if number in self._prefetched:
+            copy_event, _ = self._prefetched.pop(number)
+            copy_event.wait_stream()
 
     def synchronize(self) -> None:
         """Make the current stream wait for all copies to arenas, and release their sources."""
