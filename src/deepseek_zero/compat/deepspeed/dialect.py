@@ -25,6 +25,7 @@ from ...base.mesh import Mesh
 from ...config.load import load
 from ...config.problems import lookup
 from ...config.raw_config import RawConfig
+from ...config.text import read
 from ...engine.data import ShardedLoader
 from ...engine.dialect import BuildRules, ModelRules
 from ...engine.engine import Engine
@@ -43,7 +44,7 @@ from .accelerate_ranks import (
 from .before_initialize import tensor_parallel_statement
 from .comm import configure, init_distributed
 from .dropin import is_dropin_imported
-from .engine import DeepSpeedEngine, curriculum_loader
+from .engine import DeepSpeedEngine, GivenConfig, curriculum_loader
 from .module_copies import allow_copies
 from .optimizer import dropin_class, named_class, scale_at_stage_0
 from .parameters import show_ds_names
@@ -178,6 +179,7 @@ class DeepSpeedDropIn(DeepSpeedNames):
             The configuration with the values of the source and DeepSpeed's defaults.
         """
         raw = load(source, origin=origin, unknown="warn")
+        self._given = read(source, lenient=True).values
         return raw.changed(defaults.defaults_of(raw))
 
     def join(self, port: int, required: bool | None) -> None:
@@ -237,6 +239,8 @@ class DeepSpeedDropIn(DeepSpeedNames):
     def finish(self, engine: DeepSpeedEngine) -> None:
         """Create the process groups of the engine's mesh, and allow copies of whole weights.
 
+        `engine.config` becomes the dict that the program passed.
+
         If autocast is configured, `comm_dtype` of the parameters that it covers is set, as in
         DeepSpeed.
         """
@@ -245,6 +249,7 @@ class DeepSpeedDropIn(DeepSpeedNames):
             init = import_module(".torch_autocast", __package__).init_autocast_params
             init(engine, autocast, self._autocast_modules)
         groups.make_groups(engine.mesh)
+        engine.config = GivenConfig(self._given, engine.config)  # type: ignore[assignment]
         if engine.runtime.settings.stage < 3:
             allow_copies(engine.module)
 

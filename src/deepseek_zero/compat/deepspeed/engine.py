@@ -383,7 +383,31 @@ SECTIONS = {
     "flops_profiler_config": "flops_profiler",
     "data_types_config": "data_types",
     "checkpoint_config": "checkpoint",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "load_universal_checkpoint": "checkpoint.load_universal",
 }
+
+
+class GivenConfig(dict[str, Any]):
+    """The configuration that a program passed, as in DeepSpeed; attributes read the checked one."""
+
+    config: Config
+
+    def __init__(self, given: Mapping[str, Any], config: Config) -> None:
+        super().__init__(given)
+        vars(self)["config"] = config
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # `copy` looks for `__deepcopy__`
+            raise AttributeError(name)
+        return getattr(self.config, name)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (dict(self),)  # copies are plain dicts
+
+    def model_copy(self, *, update: Mapping[str, Any]) -> GivenConfig:
+        """Return a copy with other checked values. The values that the program passed stay."""
+        return GivenConfig(self, self.config.model_copy(update=update))
 
 
 class ConfigNames:
@@ -397,6 +421,8 @@ class ConfigNames:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "config":  # copy reads them before `__init__`
             raise AttributeError(name)
+        if name == "_param_dict":
+            return self.config
         if name == "zero_enabled":
             return self.config.zero_optimization.stage > 0
         return attrgetter(SECTIONS.get(name, name))(self.config)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
+import pickle
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -545,6 +547,22 @@ def test_saving_without_a_folder_is_a_value_error(tmp_path: Path) -> None:
     engine._change_recovery_script_permissions(tmp_path / "missing")  # only writes a log message
 
 
+@pytest.mark.parametrize("form", ["dict", "path"])
+def test_config_of_an_engine_is_the_dict_of_the_program(form: str, tmp_path: Path) -> None:
+    given = config(1, gradient_accumulation_steps="auto")
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(given), encoding="utf-8")
+    engine = built(given if form == "dict" else str(path))
+    engine.set_train_batch_size(3)
+    assert isinstance(engine.config, dict) and engine.config == given == engine._config._param_dict
+    assert json.loads(json.dumps(engine.config)) == {**engine.config} == given
+    assert "fp16" not in engine.config and engine.config.get("bf16", {}) == {}
+    assert copy.deepcopy(engine.config) == pickle.loads(pickle.dumps(engine.config)) == given
+    assert (engine.config.gradient_accumulation_steps, engine._config.train_batch_size) == (3, 3)
+    with pytest.raises(AttributeError, match="no_such_key"):
+        engine.config.no_such_key  # noqa: B018
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_are_offloaded_by_the_optimizer_as_by_its_engine(stage: int) -> None:
     from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -559,7 +577,7 @@ def test_states_are_offloaded_by_the_optimizer_as_by_its_engine(stage: int) -> N
     assert engine.offloaded_states == set(kinds)
     engine.optimizer.reload_states(non_blocking=True)
     assert not engine.offloaded_states
-    assert engine.config["zero_optimization"]["offload_optimizer"]["device"] == "none"
+    assert engine.config.zero_optimization.offload_optimizer.device == "none"
     engine.offload_states(include=OffloadStateTypeEnum.hp_params)
     assert engine.offloaded_states == {OffloadStateTypeEnum.hp_params}
     engine.reload_states()
