@@ -116,6 +116,15 @@ OPERATORS = frozenset(
 )
 # What torch.compile reads of the `.grad` of each parameter that a traced function uses.
 DESCRIPTIONS = frozenset("is_mkldnn untyped_storage".split())
+# Functions whose result is not a view: what would be written to it is not lost.
+COPIES = frozenset(
+    """
+    all amax amin any aminmax argmax argmin argsort bincount cat concatenate count_nonzero cummax
+    cummin cumprod cumsum dot histc inner isclose item kthvalue logsumexp matmul max mean median min
+    mm mv nonzero prod quantile sort stack std std_mean sum tolist topk unique var var_mean
+    __bool__ __contains__ __float__ __int__ __len__ allclose cosine_similarity equal dist kurtosis
+    """.split()
+)
 NORMS = frozenset("norm linalg_norm linalg_vector_norm vector_norm".split())
 NUMBER = (bool, int, float)
 
@@ -164,7 +173,7 @@ class ShardedGradient(Tensor):
         is_known = name in OPERATORS or name.removesuffix("_") in ELEMENT_WISE
         if (is_known or name in CONVERSIONS) and kwargs.get("out") is None:
             return _element_wise(function, name, args, kwargs)
-        raise _unreadable(_first(args, kwargs), name)
+        return _of_whole(function, name, args, kwargs)
 
     def full_tensor(self) -> Tensor:
         """Return all elements as a new plain tensor on every rank.
@@ -262,6 +271,25 @@ def _element_wise(
     found.__dict__["param"] = weakref.ref(param)
     found.__dict__["own"] = Part(result, part.start, part.is_whole)
     return found
+
+
+def _of_whole(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call a function that reads gradients of which this rank has all elements."""
+
+    def values(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(values, value))
+        if not isinstance(value, ShardedGradient):
+            return value
+        part = _known(value, name)[2]
+        is_current = own_part_of(value)[1] is None
+        if not part.is_whole or (is_current and name not in COPIES):
+            raise _unreadable(value, name)
+        with without_torch_function():
+            return part.values.view(value.shape)
+
+    given = values(tuple(args)), {key: values(value) for key, value in kwargs.items()}
+    return function(*given[0], **given[1])
 
 
 def _is_number(value: Any) -> bool:

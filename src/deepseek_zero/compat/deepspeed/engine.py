@@ -39,6 +39,7 @@ from ...engine.parts import Parts
 from ...engine.pieces import refuse_shared_loader
 from ...engine.request import Request
 from ...engine.saving import Restore
+from ...sharding.hooks import Hook
 from . import groups
 from .autotp import set_autotp_mode
 from .before_initialize import asked_tp_size
@@ -402,6 +403,9 @@ class GivenConfig(dict[str, Any]):
             raise AttributeError(name)
         return getattr(self.config, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.config, name, value)  # raises, because a configuration is frozen
+
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
         return dict, (dict(self),)  # copies are plain dicts
 
@@ -519,6 +523,7 @@ class DeepSpeedEngine(ZeroEngine):
         # Clients of the drop-in may look for DeepSpeed's files.
         self.preferred_layout = "deepspeed" if is_dropin else ""
         self._leaf_hooks: list[Any] = []
+        self._trained = [param for param in self.module.parameters() if param.requires_grad]
         if self.runtime.settings.stage == 3:
             show_ds_names(self.runtime)
             if is_dropin:
@@ -547,6 +552,9 @@ class DeepSpeedEngine(ZeroEngine):
         Note:
             Collective: every rank must call it.
         """
+        if self._is_dropin:
+            for param in self._trained:
+                run_own_hooks_last(param)
         if not self._is_dropin or self.mesh.tp == 1:
             return super().forward(*args, **kwargs)
         try:
@@ -844,6 +852,17 @@ class DeepSpeedEngine(ZeroEngine):
 for _name, (_getter, _doc) in GETTERS.items():
     _getter.__doc__ = _doc
     setattr(DeepSpeedEngine, _name, _getter)
+
+
+def run_own_hooks_last(param: nn.Parameter) -> None:
+    """Move the engine's hooks behind those that a program has registered after `initialize`.
+
+    The engine's hook takes the gradient out of `.grad`.
+    """
+    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if hooks is not None and len(hooks) > 1:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
+            hooks[key] = hooks.pop(key)  # torch does not follow `move_to_end`
 
 
 def _refuse_graphless(engine: Any, leaf: nn.Module, args: Any, kwargs: Any) -> None:

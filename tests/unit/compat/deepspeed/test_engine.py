@@ -9,6 +9,7 @@ import pickle
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -545,6 +546,40 @@ def test_saving_without_a_folder_is_a_value_error(tmp_path: Path) -> None:
     engine._change_recovery_script_permissions(script)
     assert script.stat().st_mode & 0o777 == 0o700
     engine._change_recovery_script_permissions(tmp_path / "missing")  # only writes a log message
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hooks_registered_after_initialize_see_and_change_gradients(stage: int) -> None:
+    plain, engine = built(config(stage)), built(config(stage))
+    seen = {}
+
+    def halve(name: str, param: Tensor) -> None:
+        assert param.grad is not None
+        seen[name] = param.grad.clone()
+        param.grad.mul_(0.5)
+
+    for name, param in engine.module.named_parameters():
+        param.register_post_accumulate_grad_hook(partial(halve, name))
+    x = torch.ones(2, HIDDEN)
+    for each in (plain, engine):
+        each.backward(each(x))
+    for name, param in plain.module.named_parameters():
+        expected = param.grad.full_tensor()
+        assert torch.equal(seen[name], expected)
+        assert torch.equal(engine.module.get_parameter(name).grad.full_tensor(), expected / 2)
+
+
+def test_gradients_of_which_a_rank_has_all_elements_can_be_read() -> None:
+    engine = built(config(0))
+    engine.backward(engine(torch.ones(2, HIDDEN)))
+    grad = engine.module.first.weight.grad
+    whole = grad.full_tensor()
+    assert torch.equal(grad.sum(), whole.sum()) and torch.equal(grad.std(0), whole.std(0))
+    assert torch.isfinite(grad).all() and grad.abs().max().item() == whole.abs().max().item()
+    assert torch.equal(torch.stack([grad, grad]).mean(0), whole)
+    assert torch.equal(grad.clone().view(-1)[1:3], whole.view(-1)[1:3])
+    with pytest.raises(AtRestError, match="'view' cannot use it"):
+        grad.view(-1)  # a change of the view would not be noticed
 
 
 @pytest.mark.parametrize("form", ["dict", "path"])
