@@ -859,7 +859,7 @@ def run_own_hooks_last(param: nn.Parameter) -> None:
 
     The engine's hook takes the gradient out of `.grad`.
     """
-    hooks = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks = param._post_accumulate_grad_hooks
     if hooks is not None and len(hooks) > 1:
         for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
             hooks[key] = hooks.pop(key)  # torch does not follow `move_to_end`
