@@ -296,6 +296,25 @@ def test_a_list_that_the_function_fills_is_the_callers(parking: ActivationOffloa
     assert len(seen) == 2
 
 
+def test_a_list_and_a_dict_with_activations_are_the_callers(parking: ActivationOffload) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    seen, last = [x * 2], {"of all": x * 3}
+
+    def part(x: Tensor, seen: list[Tensor], *, last: dict[str, Tensor]) -> Tensor:
+        seen.append(x.exp() + seen[0])
+        last["of all"] = last["of all"] * seen[-1]
+        return x * last["of all"]
+
+    found = checkpoint(part, x * 4, seen, last=last, preserve_rng_state=False)
+    assert len(seen) == 2
+    (last["of all"] + found).sum().backward()
+    grad, x.grad = x.grad, None
+    product = 3 * x * ((4 * x).exp() + 2 * x)
+    (product + 4 * x * product).sum().backward()
+    assert grad is not None and x.grad is not None
+    assert torch.allclose(grad, x.grad, rtol=1e-4)
+
+
 def test_torchs_own_keywords_pass_through(parking: ActivationOffload) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     out = checkpoint(
