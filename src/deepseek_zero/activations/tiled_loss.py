@@ -573,7 +573,8 @@ def tile_loss(model: nn.Module, rows: int) -> None:
     tile at a time, so the logits of all tokens never exist at the same time. The output of the
     model then contains no logits. Such a forward raises `UsageError` if the model changes its
     logits or its labels before the loss. Evaluation is not changed. Call this function after layers
-    are split along "tp" and sequences along "sp", and before the model is wrapped.
+    are split along "tp" and sequences along "sp", and before the model is wrapped. A second call
+    for the same model sets the number of tokens.
 
     Args:
         model: The model, which is changed in place. The function replaces its loss function and the
@@ -586,6 +587,10 @@ def tile_loss(model: nn.Module, rows: int) -> None:
         UsageError: `rows` is less than 1.
     """
     check_rows(rows, "tiled_loss")
+    for each in model.modules():
+        if isinstance(each, TiledHead):  # from an earlier call
+            each.tiles.settings = LossSettings(rows)
+            return
     owner = next((each for each in model.modules() if loss_name(each) == CAUSAL), None)
     head: Any = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]
     if owner is None or head is None:

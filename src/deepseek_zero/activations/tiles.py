@@ -329,7 +329,7 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
     A tile is a range of tokens. Tiles reduce the memory of activations, because backward recomputes
     one tile at a time. A module is a feed-forward layer if its class name ends with "MLP", as in
     transformers, and if it contains no other such module. Call this function before the model is
-    wrapped.
+    wrapped. A second call for the same model sets the number of tokens.
 
     Args:
         model: The model. The class of each feed-forward layer is replaced in place.
@@ -376,7 +376,9 @@ def tile_mlps(model: nn.Module, rows: int) -> None:
                 )
     for name, module in named.items():
         base = type(module)
-        module.__class__ = type(f"Tiled{base.__name__}", (TiledMlp, base), {"__module__": __name__})
+        if not issubclass(base, TiledMlp):  # from an earlier call
+            name_of_class = f"Tiled{base.__name__}"
+            module.__class__ = type(name_of_class, (TiledMlp, base), {"__module__": __name__})
         module.tile_rows = rows
         module.tile_name = name
 

@@ -203,6 +203,18 @@ def test_the_switch_in_the_configuration() -> None:
     engine.destroy()
 
 
+def test_a_model_of_an_earlier_engine_is_tiled_again() -> None:
+    pytest.importorskip("transformers")
+    model = tiny("llama")
+    expected = model(**batch()).loss
+    for rows in (5, 2):
+        tile_loss(model, rows)
+        assert model.lm_head.tiles.settings.rows == rows
+        found = model(**batch())
+        assert found.logits is None
+        torch.testing.assert_close(found.loss, expected)
+
+
 def test_tiles_without_rows_are_refused() -> None:
     with pytest.raises(UsageError, match="tiles of 0 rows"):
         tile_loss(nn.Linear(2, 2), 0)

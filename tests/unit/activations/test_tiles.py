@@ -425,6 +425,15 @@ def test_tensors_next_to_the_input_are_cut_with_it(kind: type[nn.Module]) -> Non
     torch.testing.assert_close(net.mlp(X, X + 1, scale=2), net.mlp.eval()(X, X + 1, scale=2))
 
 
+def test_a_second_call_sets_the_number_of_tokens() -> None:
+    net = Net(PlainMLP())
+    expected = net.mlp(X)
+    for rows in (3, 2):
+        tile_mlps(net, rows)
+        assert net.mlp.tile_rows == rows
+        torch.testing.assert_close(net.mlp(X), expected)
+
+
 def test_tiles_without_rows_are_refused() -> None:
     net = Net(PlainMLP())
     with pytest.raises(UsageError, match="tiles of 0 rows"):
