@@ -258,9 +258,13 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
     _fill_splits(model, plan, cut)
     is_split = any(choice.style not in ("vocabulary", "head") for choice in plan.choices)
     if settings.needs_a_split and not is_split and not cut:
+        why = "No rule knows its layers, and no names look like projections."
+        if plan.left:
+            name, reason = next(iter(plan.left.items()))
+            why = f"Layer '{name}' stays whole: {reason}."
         raise UsageError(
             f"no layer of {type(model).__name__} is split over tp={ranks}.",
-            "No rule knows its layers, and no names look like projections.",
+            why,
             "name them in tensor_parallel.partition_config.layer_specs, or leave tp out.",
         )
     if settings.is_strict and plan.left:
@@ -484,8 +488,12 @@ def _cut_region(
         return
     parent = model.get_submodule(parent_of(columns[0]))
     head_dim = _head_dim(parent, inputs)
+    narrow = min(widths)
+    if head_dim is not None and narrow % head_dim:
+        _take_apart(plan, region, f"a projection of {narrow} is not one of heads of {head_dim}")
+        return
     if head_dim is not None:
-        kv_heads = min(widths) // head_dim
+        kv_heads = narrow // head_dim
         query, key = _head_shares(inputs // head_dim, kv_heads, plan.ranks, row.name)
         if len(set(key)) < len(key) and any(column.fused for column in columns):
             raise NotBuiltError(

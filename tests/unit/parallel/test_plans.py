@@ -108,6 +108,21 @@ def test_layers_with_different_widths_are_split_separately() -> None:
     )
 
 
+def test_a_projection_that_is_narrower_than_a_head_leaves_its_attention_whole() -> None:
+    net = Net()
+    for block in net.blocks:
+        block.attention.gate = nn.Linear(12, 3)
+    plan = choose(net, 3)
+    assert {choice.name.split(".")[-1] for choice in plan.choices} == {"up", "down"}
+    assert plan.left["blocks.0.attention.q"] == "a projection of 3 is not one of heads of 4"
+    with pytest.raises(UsageError, match=r"Layer 'q' stays whole: a projection of 3 is not"):
+        choose(net.blocks[0].attention, 3)
+    layers = ((r".*\b(q|k|v|gate)\b", "column", 1, ()), (r".*\bo\b", "row", 1, ()))
+    styles = kinds(choose(net, 3, ParallelSettings(layers=layers)))
+    assert styles["blocks.0.attention.gate"] == "column_gather"
+    assert styles["blocks.0.attention.o"] == "row_scatter"
+
+
 def test_a_model_with_only_skipped_layers_stays_whole() -> None:
     wished = ParallelSettings(layers=((".*", "skip", 1, ()),), needs_a_split=False)
     plan = choose(Net(), 2, wished)
