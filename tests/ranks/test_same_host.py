@@ -495,7 +495,10 @@ def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
     train_step(engine, run, 0)
     engine.runtime.comm.meter.reset()
     with engine.timeline() as seen:
+        with engine.timeline() as empty:
+            pass
         train_step(engine, run, 1)
+    assert not empty.collectives, "a nested block"
     calls = engine.runtime.comm.meter.calls
     assert Counter(event.lane for event in seen.collectives) == {
         "gather": 2
@@ -508,6 +511,10 @@ def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
         event.issued <= event.arrived and event.issued <= event.waited[1]
         for event in seen.collectives
     )
+    with engine.timeline() as outer, engine.timeline() as inner:
+        train_step(engine, run, 2)
+    assert inner.collectives and outer.collectives == inner.collectives
+    assert engine.runtime.comm.meter.events is None
     train_step(engine, run, 2)
     assert "computing" in engine.explain().splitlines()[-1] or "waiting" in engine.explain()
     assert ("where the run went" in said_by(engine.destroy)) is (dist.get_rank() == 0)

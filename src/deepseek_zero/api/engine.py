@@ -70,6 +70,7 @@ class ZeroEngine(Exports, Engine):
 
     preferred_layout = ""  # layout of checkpoints if the configuration names none
     _compiled_units: Sequence[Callable[[], None]] = ()
+    _timeline: report.Timeline | None = None  # of the innermost `timeline` block
     _has_logged_direct_step = False
 
     def __init__(
@@ -473,7 +474,10 @@ class ZeroEngine(Exports, Engine):
         Note:
             Collective: every rank must call it.
         """
-        if not isinstance(checkpoint, Mapping):
+        states: Any = checkpoint
+        if isinstance(checkpoint, Mapping) and not isinstance(checkpoint.get("module"), Tensor):
+            states = checkpoint.get("module", checkpoint)
+        if not isinstance(states, Mapping):
             wanted = 'a whole state dict, or {"module": state dict}'
             raise refuse(
                 "load_module_state_dict",
@@ -483,8 +487,6 @@ class ZeroEngine(Exports, Engine):
                 "pass module_state_dict()'s result.",
             )
         _refuse_no_function("load_module_state_dict", custom_load_fn)
-        inner = checkpoint.get("module")
-        states = inner if isinstance(inner, Mapping) else dict(checkpoint)
         if custom_load_fn is not None:
             custom_load_fn(src=states, dst=self.module)
         else:
@@ -729,6 +731,8 @@ class ZeroEngine(Exports, Engine):
     def timeline(self) -> Iterator[report.Timeline]:
         """Record the times of each collective and each transfer between memories.
 
+        Blocks may be nested. Every block contains what was recorded in its inner blocks.
+
         Yields:
             A `report.Timeline` that is filled while the block runs.
 
@@ -737,16 +741,21 @@ class ZeroEngine(Exports, Engine):
             ...     engine.backward(engine(batch))
             ...     engine.step()
         """
-        meter = self.runtime.comm.meter
-        tiers = self.runtime.comm_ctx.tiers
+        outer = self._timeline
         seen = report.Timeline()
-        meter.events = seen.collectives
-        tiers.record(seen.transfers)
+        self._record(seen)
         try:
             yield seen
         finally:
-            meter.events = None
-            tiers.record(None)
+            self._record(outer)
+            if outer is not None:
+                outer.collectives += seen.collectives
+                outer.transfers += seen.transfers
+
+    def _record(self, timeline: report.Timeline | None) -> None:
+        self._timeline = timeline
+        self.runtime.comm.meter.events = timeline.collectives if timeline is not None else None
+        self.runtime.comm_ctx.tiers.record(timeline.transfers if timeline is not None else None)
 
     @contextmanager
     def memory_trace(self, picture: Path | str | None = None) -> Iterator[report.MemoryTrace]:
