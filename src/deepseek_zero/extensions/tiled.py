@@ -147,7 +147,7 @@ class TiledLinear(nn.Module):
         """Return the input tiles, as views."""
         widths = [high - low for low, high in pairwise(self.in_parts)]
         parts = [given] if isinstance(given, Tensor) else list(given)
-        found = [part.shape[-1] for part in parts]
+        found = [part.shape[-1] if part.dim() else 0 for part in parts]
         wanted = widths if self.input_is_already_split else [self.in_features]
         if found != wanted:
             raise UsageError(

@@ -207,6 +207,11 @@ def test_an_input_that_does_not_fit_is_refused(already: bool, given: int | list[
         tiled(x)
 
 
+def test_an_input_without_dimensions_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"input of \[0\] features"):
+        TiledLinear(1, OUT)(torch.tensor(1.0))
+
+
 @pytest.mark.parametrize("features", [None, 0, "4"])
 def test_features_that_are_no_number_are_refused(features: Any) -> None:
     with pytest.raises(UsageError, match="TiledLinear\\(in_features="):

@@ -27,6 +27,7 @@ from ... import checkpoint, parallel
 from ...api.engine import ZeroEngine
 from ...api.leaves import get_z3_leaf_modules
 from ...base.errors import BatchMismatchError, NotBuiltError, UsageError
+from ...base.given import refuse, whole_number
 from ...base.log import log_once, logger
 from ...base.mesh import Mesh
 from ...base.nested import tensors_in
@@ -111,6 +112,20 @@ def data_efficiency(config: Config, *path: str) -> dict[str, Any]:
     asked = config.data_efficiency
     given = {"seed": asked.seed, "data_sampling": asked.data_sampling}
     return reduce(getitem, path, complete({"data_efficiency": given}))
+
+
+def _refuse_loader_arguments(batch_size: Any, data_sampler: Any, collate_fn: Any) -> None:
+    """Raise `UsageError` if an argument of `deepspeed_io` cannot be used."""
+    call = "deepspeed_io"
+    if batch_size is not None:
+        whole_number(call, "batch_size", batch_size, 1)
+    if data_sampler is not None and not hasattr(data_sampler, "__iter__"):
+        wanted = "an iterable of sample indices"
+        fix = "pass a torch.utils.data.Sampler, or leave it out."
+        raise refuse(call, "data_sampler", data_sampler, wanted, fix)
+    if collate_fn is not None and not callable(collate_fn):
+        fix = "pass a function, or leave it out."
+        raise refuse(call, "collate_fn", collate_fn, "a function of a list of samples", fix)
 
 
 def curriculum_loader(
@@ -616,8 +631,10 @@ class DeepSpeedEngine(ZeroEngine):
 
         Raises:
             UsageError: The ranks of a pipeline need different samples (`pipeline.rows` is "own"),
-                or a curriculum is configured and `dataset` is an IterableDataset.
+                or a curriculum is configured and `dataset` is an IterableDataset. Also if
+                `batch_size`, `data_sampler` or `collate_fn` cannot be used.
         """
+        _refuse_loader_arguments(batch_size, data_sampler, collate_fn)
         if num_local_io_workers:
             log_once(
                 f"deepspeed_io(num_local_io_workers={num_local_io_workers}) has no effect: batches "

@@ -286,6 +286,7 @@ def test_states_that_an_engine_cannot_save_or_load_are_named(tmp_path: Path) -> 
         (lambda: engine.save_16bit_model(5), r"save_16bit_model\(save_dir=5\)"),
         (lambda: engine.save_16bit_model(tmp_path, 5), r"save_16bit_model\(save_filename=5\)"),
         (lambda: engine.load_module_state_dict(5), r"load_module_state_dict\(checkpoint=5\)"),
+        (lambda: engine.load_module_state_dict({"module": 5}), r"checkpoint={'module': 5}"),
         (lambda: engine.set_train_batch_size("x"), "'x'"),
     ]
     for call, words in calls:

@@ -683,6 +683,17 @@ def test_workers_of_a_loader_are_a_warning(caplog: pytest.LogCaptureFixture) -> 
     assert len(list(loader)) == 3 and "num_local_io_workers=2" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "given",
+    [{"batch_size": 0}, {"batch_size": "2"}, {"data_sampler": 5}, {"collate_fn": "stack"}],
+    ids=str,
+)
+def test_arguments_of_a_loader_that_cannot_be_used_are_named(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(UsageError, match=rf"deepspeed_io\({name}="):
+        built(config(1)).deepspeed_io([torch.ones(HIDDEN)] * 3, **given)
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_path_of_optimizer_states_is_that_of_the_file(bf16: bool, tmp_path: Path) -> None:
     engine = built(config(1, bf16={"enabled": bf16}))
