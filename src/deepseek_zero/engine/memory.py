@@ -58,14 +58,16 @@ def traced(parts: Parts) -> report.MemoryTrace:
     runtime = parts.runtime
 
     def held() -> dict[str, list[Tensor]]:
-        gathered = [
-            group.unsharded.memory for group in runtime.groups if group.unsharded is not None
-        ]
-        offloaded = resting(offloaded_of(runtime, parts.optimizer))
-        parked = resting(_parked(parts))
-        return _held(parts) | {"gathered": gathered, "offloaded": offloaded, "parked": parked}
+        """Return the tensors by state, with gathered weights and loaded storages."""
+        unsharded = [group.unsharded for group in runtime.groups]
+        return _held(parts) | {
+            "gathered": [buffer.memory for buffer in unsharded if buffer is not None],
+            "offloaded": loaded(offloaded_of(runtime, parts.optimizer)),
+            "parked": loaded(_parked(parts)),
+        }
 
-    def resting(storages: Sequence[Storage]) -> list[Tensor]:
+    def loaded(storages: Sequence[Storage]) -> list[Tensor]:
+        """Return the memory of offloaded storages that are on the training device now."""
         return [storage.memory for storage in storages if not storage.is_offloaded]
 
     return report.MemoryTrace(held, lambda: runtime.comm.meter.clock.phase)
@@ -92,39 +94,41 @@ def _held(parts: Parts) -> dict[str, list[Tensor]]:
     """
     runtime = parts.runtime
     optimizer = parts.optimizer
-    groups = runtime.groups
-    masters = [group.master for group in groups]
-    pools = {id(group.comm_ctx.pool): group.comm_ctx.pool for group in groups}.values()
-    lent = [tensor for pool in pools for tensor in pool.idle()]
-    boundaries = list[Tensor | None]()
-    if runtime.plan.tensor is not None:
-        boundaries += _tensor_buffers(runtime.model)
-    if parts.pipeline is not None:
-        boundaries += parts.pipeline.executor.buffers()
-    moments = list[Tensor | None]()
-    if optimizer is not None:
-        lent += optimizer.scratch.kept.values()
-        moments += [
-            tensor
-            for tensor in moments_of(cast("Any", optimizer.inner.state))
-            if not optimizer.scratch.is_placeholder(tensor)
-        ]
-        moments += optimizer.moments.on_device()
-    copies = [buffer.memory for group in groups for buffer in group.weight_gather.buffers()]
-    errors = [tensor for group in groups for tensor in group.gradient.reduction.tensors()]
-    held: dict[str, list[Any]] = {
-        "weight": [
-            tensor for group in groups for tensor in (group.weight.memory, group.placeholder)
-        ],
-        **({"secondary": copies} if copies else {}),
-        "grad": [buffer.memory for group in groups for buffer in group.gradient.buffers()],
-        **({"errors": errors} if errors else {}),
-        "master": [master.buffer.memory for master in masters if master is not None],
-        "moments": moments,
-        "buffers": lent,
+    held: dict[str, list[Tensor | None]] = {
+        "weight": [],
+        "secondary": [],
+        "grad": [],
+        "errors": [],
+        "master": [],
+        "moments": [],
+        "buffers": [],
         "module_buffers": list(runtime.model.buffers()),
-        "boundaries": boundaries,
+        "boundaries": [],
     }
+    pools = {}
+    for group in runtime.groups:
+        pools[id(group.comm_ctx.pool)] = group.comm_ctx.pool
+        held["weight"] += (group.weight.memory, group.placeholder)
+        held["secondary"] += (buffer.memory for buffer in group.weight_gather.buffers())
+        held["grad"] += (buffer.memory for buffer in group.gradient.buffers())
+        held["errors"] += group.gradient.reduction.tensors()
+        if group.master is not None:
+            held["master"].append(group.master.buffer.memory)
+    for pool in pools.values():
+        held["buffers"] += pool.idle()
+    if optimizer is not None:
+        scratch = optimizer.scratch
+        held["buffers"] += scratch.kept.values()
+        moments = moments_of(cast("Any", optimizer.inner.state))
+        held["moments"] += (each for each in moments if not scratch.is_placeholder(each))
+        held["moments"] += optimizer.moments.on_device()
+    if runtime.plan.tensor is not None:
+        held["boundaries"] += _tensor_buffers(runtime.model)
+    if parts.pipeline is not None:
+        held["boundaries"] += parts.pipeline.executor.buffers()
+    for optional in ("secondary", "errors"):
+        if not held[optional]:
+            del held[optional]
     return {
         state: [each for each in tensors if each is not None and each.layout is torch.strided]
         for state, tensors in held.items()

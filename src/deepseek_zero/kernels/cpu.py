@@ -99,31 +99,30 @@ class _Kernel:
         for number, address in enumerate(addresses):
             state = states[number].settled()
             if layout.states_rounded:
-                numbers = rounded_by(state, self._random(columns, 1 + number, place, width))
+                random = self._load_bits(columns.random[1 + number], place, width)
+                numbers = rounded_by(state, random)
                 _BF16.store_bits(builder, numbers, address, index)
             else:
                 _FP32.store(state, address, index)
 
     def _weight(self, columns: _Columns, index: Any, width: int) -> Floats:
-        builder = self.builder
+        """Emit the load of the main weight, or of the weight if there is no main weight."""
         if self.layout.is_split:
-            addresses = [
-                address_of(builder, start, index, _BF16.nbytes)
-                for start in (columns.main, columns.other)
-            ]
-            upper, lower = (load(builder, each, I16, _BF16.nbytes, width) for each in addresses)
-            return joined(builder, upper, lower)
+            upper = self._load_bits(columns.main, index, width)
+            lower = self._load_bits(columns.other, index, width)
+            return joined(self.builder, upper, lower)
         stored = _BF16 if self.layout.is_rounded else _FP32
-        return stored.load(builder, columns.main, index, width)
+        return stored.load(self.builder, columns.main, index, width)
 
     def _store_weight(self, weight: Floats, columns: _Columns, index: Any, place: Any) -> None:
+        """Emit the stores of the main weight and of the published weight, if any."""
         builder = self.builder
         layout = self.layout
         if layout.is_split:
             _BF16.store_bits(builder, upper_half(weight), columns.main, index)
             _BF16.store_bits(builder, lower_half(weight), columns.other, index)
         elif layout.is_rounded:
-            numbers = rounded_by(weight, self._random(columns, 0, place, weight.width))
+            numbers = rounded_by(weight, self._load_bits(columns.random[0], place, weight.width))
             _BF16.store_bits(builder, numbers, columns.main, index)
         else:
             _FP32.store(weight, columns.main, index)
@@ -132,8 +131,9 @@ class _Kernel:
         elif layout.published is not None:
             FORMATS[layout.published].store(weight, columns.other, index)
 
-    def _random(self, columns: _Columns, stream: int, place: Any, width: int) -> Any:
-        address = address_of(self.builder, columns.random[stream], place, _BF16.nbytes)
+    def _load_bits(self, start: Any, index: Any, width: int) -> Any:
+        """Emit the load of 16-bit integers from the array that begins at `start`."""
+        address = address_of(self.builder, start, index, _BF16.nbytes)
         return load(self.builder, address, I16, _BF16.nbytes, width)
 
 
@@ -176,10 +176,12 @@ def compiled_loop(variant: Variant, layout: Layout, scalar_count: int) -> Callab
 
 
 def _least(builder: Any, left: Any, right: Any) -> Any:
+    """Emit the smaller one of two integers."""
     return builder.select(builder.icmp_signed("<", left, right), left, right)
 
 
 def _most(builder: Any, left: Any, right: Any) -> Any:
+    """Emit the larger one of two integers."""
     return builder.select(builder.icmp_signed(">", left, right), left, right)
 
 

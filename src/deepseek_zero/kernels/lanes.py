@@ -55,6 +55,7 @@ def sum_loop(
         factors = spread(builder, factor, WIDTH)
 
         def total(place: Any) -> Floats:
+            """Return the new values of the sum at `WIDTH` places."""
             first, *others = [
                 FORMATS[row_dtype].load(builder, address, place, WIDTH) for address in addresses
             ]
@@ -81,6 +82,7 @@ def _wide(builder: Any, address: Any, dtype: torch.dtype) -> list[Any]:
     """
 
     def at(place: int, element: ir.Type) -> Any:
+        """Load a vector that begins `place` numbers after the address."""
         nbytes = FORMATS[dtype].nbytes
         there = builder.add(address, ir.Constant(I64, place * nbytes))
         return load(builder, there, element, nbytes, _VECTOR)
@@ -121,6 +123,7 @@ def _block_sum(builder: Any, address: Any, dtype: torch.dtype) -> Any:
     step = 2 * _VECTOR
 
     def row(number: int) -> list[Any]:
+        """Return the numbers of a row of the block as vectors of float64."""
         found = []
         for place in range(number * COLUMNS, (number + 1) * COLUMNS, step):
             there = builder.add(address, ir.Constant(I64, place * nbytes))
@@ -128,8 +131,7 @@ def _block_sum(builder: Any, address: Any, dtype: torch.dtype) -> Any:
         return found
 
     def plus_square(total: Any, value: Any) -> Any:
-        # A square of float32 is exact in float64, so a fused multiply-add has the same
-        # bits.
+        # A square of float32 is exact in float64, so a fused multiply-add has the same bits
         square = builder.fmul(value, value, flags=["contract"])
         return builder.fadd(total, square, flags=["contract"])
 

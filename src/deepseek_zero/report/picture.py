@@ -7,6 +7,7 @@ needs matplotlib, like plots.py.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -179,9 +180,8 @@ def draw_plan(
     points = 72 * height / rows
     size = max(6.0, min(9.0, 0.8 * points))
     shown = range(0, rows, math.ceil(1.1 * size / points))
-    left.set_yticks(
-        shown, [f"{order[row]}  {places[order[row]].label}" for row in shown], fontsize=size
-    )
+    labels = [f"{unit}  {places[unit].label}" for unit in order[:: shown.step]]
+    left.set_yticks(shown, labels, fontsize=size)
     left.set_ylim(rows - 0.5, -0.5)
     save_figure(figure, path)
 
@@ -197,6 +197,7 @@ def _axes_height(mesh: Mesh | None, pipeline: PipelinePlan | None) -> float:
 
 
 def _draw_axes(figure: Any, mesh: Mesh | None, pipeline: PipelinePlan | None) -> None:
+    """Draw the mesh, and next to it the pipeline if there is one."""
     assert mesh is not None
     if pipeline is None:
         draw_mesh(figure.subplots(), mesh)
@@ -210,6 +211,10 @@ def _draw_axes(figure: Any, mesh: Mesh | None, pipeline: PipelinePlan | None) ->
 
 
 def _draw_bytes(axes: Any, places: Sequence[UnitPlace]) -> None:
+    """Draw a bar per unit with the bytes of its states, and write its total next to it.
+
+    The total is omitted if there are many units and the previous one has the same.
+    """
     style_axes(axes, along="y", ticks=0)
     unit_bytes, unit = unit_of(max((place.total for place in places), default=0))
     rows = range(len(places))
@@ -230,17 +235,16 @@ def _draw_bytes(axes: Any, places: Sequence[UnitPlace]) -> None:
 
 
 def _draw_times(axes: Any, places: Sequence[UnitPlace], schedule: Schedule) -> None:
+    """Draw a row per unit: when its weight is gathered, and when it is used and reduced."""
     style_axes(axes, along="y", ticks=0)
     axes.grid(False)
     strip = strip_of(schedule.actions())
     row = {unit: at for at, unit in enumerate(schedule.forward.order)}
     whole = [row[unit] for unit in row if not places[unit].is_gathered]
-    moving = [
-        (row[unit], start, stop) for unit, start, stop in strip.gathered if places[unit].is_gathered
-    ]
     axes.barh(whole, len(strip.used), 0.3, 0, color=FAINT)
-    for at, start, stop in moving:
-        axes.barh(at, stop - start, 0.74, start, color=GATHERED)
+    for unit, start, stop in strip.gathered:
+        if places[unit].is_gathered:
+            axes.barh(row[unit], stop - start, 0.74, start, color=GATHERED)
     for unit, column, kind in strip.used:
         color = FORWARD if kind is ActionKind.FORWARD else BACKWARD
         axes.barh(row[unit], 1, 0.74, column, color=color)
@@ -255,7 +259,8 @@ def _draw_times(axes: Any, places: Sequence[UnitPlace], schedule: Schedule) -> N
 
 
 def _sums(places: Sequence[UnitPlace]) -> str:
-    found: Counter[Tier] = Counter()
+    """Return the bytes in each tier as text."""
+    found = Counter[Tier]()
     for place in places:
         for (_, tier), nbytes in place.nbytes.items():
             found[tier] += nbytes
@@ -263,6 +268,7 @@ def _sums(places: Sequence[UnitPlace]) -> str:
 
 
 def _keys(places: Sequence[UnitPlace]) -> list[tuple[str, Tier]]:
+    """Return the states and tiers that have bytes, ordered by tier and then by state."""
     found = {key for place in places for key in place.nbytes}
     return [(state, tier) for tier in Tier for state in STATES if (state, tier) in found]
 
@@ -273,14 +279,14 @@ def _named_colours(places: Sequence[UnitPlace]) -> tuple[list[tuple[str, str]], 
     Rows are tiers and columns are states.
     """
     keys = _keys(places)
-    tiers = [tier for tier in Tier if any(tier is where for _, where in keys)]
+    tiers = dict.fromkeys(tier for _, tier in keys)
     states = [state for state in STATES if any(state == each for each, _ in keys)]
-    blank = ("none", "")
-    return [
-        (_colour(state, tier), f"{state}, {tier.value}") if (state, tier) in keys else blank
-        for state in states
-        for tier in tiers
-    ], len(states)
+    entries = []
+    for key in itertools.product(states, tiers):
+        state, tier = key
+        blank = ("none", "")
+        entries.append((_colour(*key), f"{state}, {tier.value}") if key in keys else blank)
+    return entries, len(states)
 
 
 def _colour(state: str, tier: Tier) -> str:
@@ -292,21 +298,19 @@ def _legend(axes: Any, entries: Sequence[tuple[str, str]], columns: int) -> None
     patch = importlib.import_module("matplotlib.patches").Patch
     shift = importlib.import_module("matplotlib.transforms").ScaledTranslation
     place = axes.transAxes + shift(0, -0.52, axes.figure.dpi_scale_trans)  # inches
-    look = {
-        "frameon": False,
-        "labelcolor": INK,
-        "fontsize": 8.5,
-        "handlelength": 1,
-        "handleheight": 1,
-    }
-    room = {"borderaxespad": 0, "borderpad": 0, "columnspacing": 1.2, "handletextpad": 0.5}
-    handles = [patch(color=colour, label=label) for colour, label in entries]
     legend = axes.legend(
-        handles,
+        [patch(color=colour, label=label) for colour, label in entries],
         [label for _, label in entries],
         ncols=max(1, columns),
         loc="upper left",
-        **look,
-        **room,
+        frameon=False,
+        labelcolor=INK,
+        fontsize=8.5,
+        handlelength=1,
+        handleheight=1,
+        borderaxespad=0,
+        borderpad=0,
+        columnspacing=1.2,
+        handletextpad=0.5,
     )
     legend.set_bbox_to_anchor((0, 0), transform=place)
