@@ -63,6 +63,7 @@ def _map(value: Any, change: Change, known: dict[int, Any]) -> Any:
 
 
 def _map_mapping(value: Mapping[Any, Any], change: Change, known: dict[int, Any]) -> Any:
+    """Return the mapping, changed in place, or a new one if it cannot be changed."""
     items = {key: _map(item, change, known) for key, item in value.items()}
     changed = {key: item for key, item in items.items() if item is not value[key]}
     if not changed:
@@ -75,13 +76,15 @@ def _map_mapping(value: Mapping[Any, Any], change: Change, known: dict[int, Any]
 
 
 def _map_sequence(value: Any, change: Change, known: dict[int, Any]) -> Any:
+    """Return the list or tuple, or a new one of its type if a tensor was replaced."""
     items = [_map(item, change, known) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return _sequence_of(value, items)
 
 
 def _attribute_names(value: Any) -> list[str]:
+    """Return the attributes of an object that `map_tensors` visits."""
     if value is None or isinstance(value, (str, bytes, int, float, bool, type, nn.Module)):
         return []
     if is_dataclass(value):
@@ -108,10 +111,8 @@ def all_tensors(value: Any, *, visits_objects: bool = True) -> list[Tensor]:
         found.append(tensor)
         return tensor
 
-    if visits_objects:
-        map_tensors(value, look)
-    else:
-        map_inputs(value, look)
+    visit = map_tensors if visits_objects else map_inputs
+    visit(value, look)
     return found
 
 
@@ -206,6 +207,7 @@ def _sequence_of(value: Any, items: list[Any]) -> Any:
 
 
 def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the type of `value`, or a plain dict if its type cannot be created."""
     if isinstance(value, (dict, UserDict)):
         made = copy(value)
         for key, item in items.items():

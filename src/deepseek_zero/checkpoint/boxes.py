@@ -54,13 +54,12 @@ class ParamPart:
         Returns:
             The part, or None if it is the whole parameter.
         """
-        if (
-            split is None
-            or split.kind != "split"
-            or split.ranges[coordinate] == ((0, split.shape[split.dim]),)
-        ):
+        if split is None or split.kind != "split":
             return None
-        return cls(split.shape, split.dim, split.ranges[coordinate])
+        ranges = split.ranges[coordinate]
+        if ranges == ((0, split.shape[split.dim]),):
+            return None
+        return cls(split.shape, split.dim, ranges)
 
     @classmethod
     def whole(cls, shape: Shape) -> ParamPart:
@@ -82,10 +81,8 @@ class ParamPart:
         return prod(self.local_shape)
 
     def __str__(self) -> str:
-        return (
-            " and ".join(f"[{start}, {stop})" for start, stop in self.ranges)
-            + f" of dimension {self.dim}"
-        )
+        ranges = " and ".join(f"[{start}, {stop})" for start, stop in self.ranges)
+        return f"{ranges} of dimension {self.dim}"
 
     def to_json(self) -> list[Any]:
         """Return the part in the form that a manifest stores."""
@@ -153,20 +150,18 @@ def boxes_of(part: ParamPart, start: int, stop: int) -> list[Box]:
             found.append(Box((), (), flat - start, ()))
             continue
         first = offset[dim]
-        last = offset[dim] + size[dim]
-        reached = 0
+        beyond = [at + many for at, many in zip(offset, size, strict=True)]
+        reached = 0  # Length of the previous ranges
         for low, high in part.ranges:
             begin = max(first, reached)
-            end = min(last, reached + high - low)
+            end = min(beyond[dim], reached + high - low)
             lower = low + begin - reached
             upper = min(low + end - reached, part.shape[dim])
             if lower < upper:
                 corner = (*offset[:dim], lower, *offset[dim + 1 :])
-                beyond = tuple(at + many for at, many in zip(offset, size, strict=True))
                 opposite = (*beyond[:dim], upper, *beyond[dim + 1 :])
-                found.append(
-                    Box(corner, opposite, flat - start + (begin - first) * strides[dim], strides)
-                )
+                position = flat - start + (begin - first) * strides[dim]
+                found.append(Box(corner, opposite, position, strides))
             reached += high - low
     return found
 
@@ -226,10 +221,12 @@ def assemble(
 
 
 def _strides(shape: Shape) -> Shape:
+    """Return the strides of a C-order tensor."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _strided(flat: Tensor, size: Shape, strides: Shape, at: int) -> Tensor:
+    """Return a view of a flat tensor as a box that begins at an element."""
     return flat.as_strided(size, strides, flat.storage_offset() + at)
 
 

@@ -39,11 +39,9 @@ class Fault:
     tensor: str = ""
 
     def __str__(self) -> str:
-        return (
-            f"{self.file}, '{self.tensor}': {self.problem}"
-            if self.tensor
-            else f"{self.file} {self.problem}"
-        )
+        if self.tensor:
+            return f"{self.file}, '{self.tensor}': {self.problem}"
+        return f"{self.file} {self.problem}"
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,7 @@ def verify(
     def check_tensors(
         path: Path, header: SafetensorsHeader, chunks: Sequence[SavedChunk]
     ) -> Iterator[Fault]:
+        """Yield the faults of a file's tensors; those of unknown tensors are read errors."""
         known = {chunk.tensor_name: chunk for chunk in chunks}
         places = {
             entry: (location.start, location.stop)
@@ -224,25 +223,23 @@ def _check_header(
     own_run = manifest.run
     file_run = header.metadata.get("run")
     if own_run and file_run and own_run != file_run:
-        return None, [
-            Fault(path.name, f"is of another save: it has {file_run}, the manifest {own_run}")
-        ]
-    problems = []
+        problem = f"is of another save: it has {file_run}, the manifest {own_run}"
+        return None, [Fault(path.name, problem)]
+    faults = []
     for chunk in chunks:
         location = header.locations.get(chunk.tensor_name)
+        problem = ""
         if location is None:
-            problems.append((chunk, "is not in the file"))
+            problem = "is not in the file"
         elif location.numel != chunk.stop - chunk.start:
-            problems.append((chunk, f"has {location.numel:,} elements in the file"))
-    faults = [
-        Fault(path.name, f"{_describe(chunk)} {problem}", chunk.name) for chunk, problem in problems
-    ]
+            problem = f"has {location.numel:,} elements in the file"
+        if problem:
+            faults.append(Fault(path.name, f"{_describe(chunk)} {problem}", chunk.name))
     # For example a changed dtype, which the checksums of the chunks do not cover
     saved = manifest.extra.get("heads", {}).get(path.name)
     if saved is not None and header.crc != saved:
-        problem = (
-            f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
-        )
+        checksums = f"(checksum {header.crc:08x}, saved {saved:08x})"
+        problem = f"has another header than was written {checksums}"
         return None, faults or [Fault(path.name, problem)]
     return header, faults
 
@@ -295,7 +292,10 @@ def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
 
 def first_few(names: Sequence[str]) -> str:
     """Return the first five names as text; further ones are only counted."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    text = ", ".join(names[:5])
+    if len(names) > 5:
+        text += f" and {len(names) - 5} more"
+    return text
 
 
 def _checksums(
@@ -313,10 +313,9 @@ def _checksums(
     ordered = sorted(places.items(), key=lambda item: item[1])
     sums: dict[Place, int | OSError] = {place: 0 for place, _ in ordered}
     with open(path, "rb", buffering=0) as file:
-        ranges = {
-            ByteRange(file.fileno(), start, stop, read_again): place
-            for place, (start, stop) in ordered
-        }
+        ranges = {}
+        for place, (start, stop) in ordered:
+            ranges[ByteRange(file.fileno(), start, stop, read_again)] = place
         label = "checking the checkpoint" if on_bytes is None else ""
         for part in read_ahead(ranges, label):
             place = ranges[part.range]

@@ -124,6 +124,7 @@ class Normaliser:
         return values
 
     def _copied_value(self, value: Any, path: str, depth: int) -> Any:
+        """Copy a value; one that is nested too deep is recorded as a problem."""
         if not isinstance(value, Mapping | list):
             return value
         if not depth:
@@ -136,6 +137,7 @@ class Normaliser:
         return [self._copied_value(item, path, depth - 1) for item in value]
 
     def _unknown_kind(self, name: Any, value: Any, prefix: str) -> None:
+        """Record a key that is not a string."""
         path = f"{prefix}{shown(name)}"
         if self.unknown_is_error or prefix:
             self.problems.add(
@@ -145,26 +147,26 @@ class Normaliser:
             self.problems.warn(path, f"a key that is {article(name)} instead of a string, ignored")
 
     def _section(self, model: type[Section], given: Mapping[str, Any], prefix: str) -> Values:
+        """Return the known keys of a section, in their types."""
         values: Values = {}
+        inner = subsections(model)
         for name, value in given.items():
-            info = model.model_fields.get(name)
-            if info is None and prefix + name in NOT_BUILT:
-                self._not_built(NOT_BUILT[prefix + name], value)
-                continue
-            if info is None:
+            path = prefix + name
+            found = _SILENT
+            if name in inner:
+                found = self._enter(inner[name], value, path)
+            elif name in model.model_fields:
+                found = self._leaf(model.model_fields[name], value, path)
+            elif path in NOT_BUILT:
+                self._not_built(NOT_BUILT[path], value)
+            else:
                 self._unknown((*model.model_fields, *names_below(prefix)), name, value, prefix)
-                continue
-            inner = subsections(model).get(name)
-            found = (
-                self._enter(inner, value, prefix + name)
-                if inner
-                else self._leaf(info, value, prefix + name)
-            )
             if found is not _SILENT:
                 values[name] = found
         return values
 
     def _enter(self, model: type[Section], value: Any, path: str) -> Any:
+        """Return the keys of a section, or _SILENT if the value is not an object."""
         inner = self._object(value, path, model.model_fields)
         return _SILENT if inner is None else self._section(model, inner, path + ".")
 
@@ -215,6 +217,7 @@ class Normaliser:
         return self._coerced(value, row.kind or kind_of(default), NO_INF, path, row.fix)
 
     def _leaf(self, info: FieldInfo, value: Any, path: str) -> Any:
+        """Return the value of a key in its type, or _SILENT if it is unset or "auto"."""
         about = declared(info)
         is_auto = _word(value) == AUTO and not about.get("auto_is_value")
         if is_auto or (type(value) is int and value in about.get("means_auto", ())):
@@ -258,6 +261,7 @@ class Normaliser:
         return values
 
     def _unknown(self, names: Sequence[str], name: str, value: Any, prefix: str) -> None:
+        """Record an unknown key; `names` are those of its section."""
         fix = nearest(name, names, prefix)
         if self.unknown_is_error:
             self.problems.add(prefix + name, "no such key", fix, value)
@@ -265,6 +269,7 @@ class Normaliser:
             self.problems.warn(prefix + name, f"no such key, ignored; {fix}")
 
     def _replace_aliases(self, config: Values) -> None:
+        """Replace all deprecated names in place."""
         zero = config.get(_ZERO)
         if isinstance(zero, bool):
             self.problems.warn(_ZERO, f'{zero} is deprecated, write {{"stage": {int(zero)}}}')
@@ -273,6 +278,11 @@ class Normaliser:
             self._replace(config, alias)
 
     def _replace(self, config: Values, alias: Alias) -> None:
+        """Move the value of a deprecated name to its replacement.
+
+        Both names together are an error, or a warning if both are at the top level and unknown keys
+        are only warnings.
+        """
         section, _, old = alias.old.rpartition(".")
         holder = lookup(config, section) if section else config
         if not isinstance(holder, dict) or old not in holder:
@@ -338,10 +348,10 @@ def nearest(name: str, siblings: Sequence[str], prefix: str) -> str:
 
 @cache
 def _homes() -> dict[str, tuple[str, ...]]:
+    """Return the paths of all keys, by the last name of the path."""
     homes: dict[str, tuple[str, ...]] = {}
-    for path in dict.fromkeys(
-        (*(row.path for row in rows(Config)), *NOT_BUILT, *paths_not_built())
-    ):
+    known = [row.path for row in rows(Config)]
+    for path in dict.fromkeys([*known, *NOT_BUILT, *paths_not_built()]):
         last = path.rsplit(".", 1)[-1]
         homes[last] = (*homes.get(last, ()), path)
     return homes
@@ -414,6 +424,7 @@ def quoted_number(value: str) -> int | float | None:
 
 
 def _number(value: Any, kind: type, inf: Any) -> tuple[Any, str]:
+    """Return a finite number as an int or a float; `inf` replaces infinity."""
     note = ""
     article = "an integer" if kind is int else "a number"
     if isinstance(value, str):
@@ -440,6 +451,7 @@ def _number(value: Any, kind: type, inf: Any) -> tuple[Any, str]:
 
 
 def _bool(value: Any) -> tuple[bool, str]:
+    """Return a boolean that is given as such, as a word, or as 0 or 1."""
     if isinstance(value, bool):
         return value, ""
     if _word(value) in _BOOLS:
@@ -451,6 +463,7 @@ def _bool(value: Any) -> tuple[bool, str]:
 
 
 def _text(value: Any) -> tuple[str, str]:
+    """Return a string, or a path as a string."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if not isinstance(value, str):
@@ -461,16 +474,18 @@ def _text(value: Any) -> tuple[str, str]:
 
 
 def _literal(value: Any, options: tuple[Any, ...]) -> tuple[Any, str]:
+    """Return the option that a value spells, in any case; a dtype has several spellings."""
     allowed = ", ".join(str(option) for option in options)
     if all(isinstance(option, int) for option in options):
         number, note = _number(value, int, NO_INF)
         if number in options:
             return number, note
         raise Mismatch(f"must be one of {allowed}")
-    spelled = "none" if value is None else str(value) if type(value).__name__ == "dtype" else value
-    if not isinstance(spelled, str):
+    if value is None or type(value).__name__ == "dtype":
+        value = str(value)
+    if not isinstance(value, str):
         raise Mismatch(f"must be one of {allowed}, not {_called(value)}")
-    spelled = spelled.strip().lower()
+    spelled = _word(value)
     if "fp16" in options:
         spelled = _DTYPES.get(spelled, spelled)
     for option in options:
@@ -480,6 +495,7 @@ def _literal(value: Any, options: tuple[Any, ...]) -> tuple[Any, str]:
 
 
 def _sequence(value: Any, kind: Any) -> tuple[tuple[Any, ...], str]:
+    """Return a list as a tuple with items in a type; a single value is a list of one."""
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         value = [value]
     if not isinstance(value, Sequence):

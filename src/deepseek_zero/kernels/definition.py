@@ -75,10 +75,9 @@ def update(
     first, second, *_ = [*states, zeros, zeros]
     parts = []
     with np.errstate(all="ignore"):
-        scaled = gradient * np.float32(factor)
         for part, is_tail in ((slice(0, body), False), (slice(body, None), True)):
-            columns = [each[part] for each in (weight, scaled, first, second)]
-            parts.append(formula(*columns, scalars, is_tail))
+            scaled = gradient[part] * np.float32(factor)
+            parts.append(formula(weight[part], scaled, first[part], second[part], scalars, is_tail))
     new = [settle(np.concatenate(each).astype(np.float32)) for each in zip(*parts, strict=True)]
     return new[0], new[1 : 1 + len(variant.states)]
 
