@@ -111,6 +111,7 @@ class _Blocks:
 
 @lru_cache(maxsize=32)
 def _blocks_of(pattern: Pattern, shape: AttentionShape, device: torch.device) -> _Blocks:
+    """Return a pattern in FlexAttention's form; heads with one layout share their blocks."""
     numbers = [pattern.variant(head + shape.first_head) for head in range(shape.heads)]
     variants = sorted({*numbers})
     seen = [_coarse(pattern, variant, shape) for variant in variants]
@@ -221,6 +222,7 @@ def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _score_mod(biases: Sequence[Bias]) -> Callable[..., Tensor] | None:
+    """Return a function that adds the biases of numbers to a score; None if there are none."""
     numbers = [each for each in biases if isinstance(each, Tensor) and each.dtype != torch.bool]
     if not numbers:
         return None

@@ -329,10 +329,14 @@ def groups_of(
     if len(tiles) == 1:
         return (HeadGroup(slice(None), slice(None), tiles[variants[0]], samples),)
     found = list[HeadGroup]()
-    for own in [range(shape.heads)] if shared == 1 else _cut(range(shape.heads), shared):
+    # Heads that share a key head are in groups of their own
+    step = shape.heads if shared == 1 else shared
+    for first in range(0, shape.heads, step):
+        own = range(first, first + step)
+        key_head = first // shared
         for variant in sorted({variants[head] for head in own}):
             for heads in _slices([head for head in own if variants[head] == variant]):
-                read = heads if shared == 1 else slice(own.start // shared, own.start // shared + 1)
+                read = heads if shared == 1 else slice(key_head, key_head + 1)
                 found.append(HeadGroup(heads, read, tiles[variant], samples))
     return tuple(found)
 
@@ -351,21 +355,16 @@ def best_plan(
     Returns:
         The groups of heads with their tiles, as `groups_of` returns them.
     """
-    plans = [groups_of(pattern, shape, tile) for tile in tiles]
-    speeds = [_PAIR_COSTS.get(tile, 1.0) for tile in tiles]
-    costs = [
-        sum(
-            len(range(shape.heads)[group.heads]) * tile.cost_at(speed)
-            for group in plan
-            for tile in group.tiles
-        )
-        for plan, speed in zip(plans, speeds, strict=True)
-    ]
-    return plans[costs.index(min(costs))]
-
-
-def _cut(whole: range, many: int) -> list[range]:
-    return [whole[start : start + many] for start in range(0, len(whole), many)]
+    plans = dict[float, tuple[HeadGroup, ...]]()
+    for size in tiles:
+        plan = groups_of(pattern, shape, size)
+        pair = _PAIR_COSTS.get(size, 1.0)
+        costs = []
+        for group in plan:
+            heads = len(range(shape.heads)[group.heads])
+            costs += [heads * tile.cost_at(pair) for tile in group.tiles]
+        plans.setdefault(sum(costs), plan)
+    return plans[min(plans)]
 
 
 def _slices(places: Sequence[int]) -> list[slice]:
@@ -391,6 +390,7 @@ def _merged(tiles: Sequence[AttentionTile]) -> Iterator[AttentionTile]:
 
 
 def _tiles(pattern: Pattern, variant: int, shape: AttentionShape, size: int) -> list[AttentionTile]:
+    """Return the tiles of all queries; each has at most `size` queries, and may be split."""
     offset = shape.keys - shape.queries
     found = list[AttentionTile]()
     edges = [*range(offset - offset % size, shape.keys, size), shape.keys]
@@ -425,13 +425,9 @@ class _Rows:
         if layout is None:
             return cls(pattern, shape)
         first = start // layout.query_block
+        end = ceil_div(stop, layout.query_block)
         blocks = ceil_div(shape.keys, layout.block)
-        return cls(
-            pattern,
-            shape,
-            first,
-            layout.rows(variant, first, ceil_div(stop, layout.query_block), blocks),
-        )
+        return cls(pattern, shape, first, layout.rows(variant, first, end, blocks))
 
 
 def _best(rows: _Rows, start: int, stop: int) -> list[AttentionTile]:
@@ -443,7 +439,8 @@ def _best(rows: _Rows, start: int, stop: int) -> list[AttentionTile]:
     if share >= _FULL or not start < middle < stop:
         return [whole]
     halves = _best(rows, start, middle) + _best(rows, middle, stop)
-    return halves if sum(each.cost_at(1.0) for each in halves) < whole.cost_at(1.0) else [whole]
+    is_cheaper = sum(each.cost_at(1.0) for each in halves) < whole.cost_at(1.0)
+    return halves if is_cheaper else [whole]
 
 
 def _tile(rows: _Rows, start: int, stop: int) -> tuple[AttentionTile, float]:
@@ -493,19 +490,20 @@ def _blocks(
 
     A block that the rule by token excludes for a row counts as seen, because it needs no bit.
     """
-    (start, stop), (first, last), ahead = queries, keys, rows.pattern.ahead
+    start, stop = queries
+    first, last = keys
+    ahead = rows.pattern.ahead
     row = start // layout.query_block
     end = ceil_div(stop, layout.query_block)
     block = first // layout.block
     beyond = ceil_div(last, layout.block)
     assert rows.seen is not None
     seen = rows.seen[row - rows.first : end - rows.first, block:beyond]
-    edges = (
-        torch.diff(seen.any(0).to(torch.int8), prepend=torch.zeros(1), append=torch.zeros(1))
-        .nonzero()
-        .flatten()
-    )
-    runs = [(a + block, b + block) for a, b in edges.view(-1, 2).tolist()]
+    # A run of seen blocks begins and ends where consecutive blocks differ
+    zero = torch.zeros(1)
+    steps = torch.diff(seen.any(0).to(torch.int8), prepend=zero, append=zero)
+    edges = steps.nonzero().view(-1, 2)
+    runs = [(a + block, b + block) for a, b in edges.tolist()]
     spans = tuple((max(a * layout.block, first), min(b * layout.block, last)) for a, b in runs)
     bits = torch.cat([seen[:, a - block : b - block] for a, b in runs], 1) if runs else seen[:, :0]
     if ahead is not None and runs:

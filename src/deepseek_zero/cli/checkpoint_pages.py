@@ -81,20 +81,18 @@ def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
 
 
 def _inspect_directory(where: Path, *, as_json: bool) -> None:
+    """Print the checkpoints of a directory and the leftovers of unfinished saves."""
     left = catalogue.leftovers(where)
     latest = catalogue.latest_tag(where)
     entries = catalogue.checkpoints(where) if left else _entries(where, None)
     if as_json:
-        leftovers = [{"path": str(one.path), "in_use": one.is_in_use} for one in left]
-        found = [_facts(entry) for entry in entries]
-        _print_json(
-            {
-                "directory": str(where),
-                "latest": latest,
-                "checkpoints": found,
-                "leftovers": leftovers,
-            }
-        )
+        found = {
+            "directory": str(where),
+            "latest": latest,
+            "checkpoints": [_facts(entry) for entry in entries],
+            "leftovers": [{"path": str(one.path), "in_use": one.is_in_use} for one in left],
+        }
+        _print_json(found)
         return
     console = _console()
     table = _table(
@@ -108,27 +106,23 @@ def _inspect_directory(where: Path, *, as_json: bool) -> None:
         "state",
     )
     for entry in entries:
-        ranks, stage = (
-            (entry.manifest.world_size, entry.manifest.stage)
-            if entry.manifest is not None
-            else ("?", "?")
-        )
-        state = (
-            Text("complete", "green")
-            if entry.is_complete
-            else Text(f"damaged: {entry.faults[0]}", "red")
-        )
+        ranks = "?"
+        stage = "?"
+        if entry.manifest is not None:
+            ranks = str(entry.manifest.world_size)
+            stage = str(entry.manifest.stage)
+        state = Text("complete", "green")
+        if not entry.is_complete:
+            state = Text(f"damaged: {entry.faults[0]}", "red")
         name = f"{entry.tag} (latest)" if entry.tag == latest else entry.tag
         size = format_bytes(entry.num_bytes)
         step = str(entry.step) if entry.step >= 0 else "?"
-        table.add_row(name, step, _when(entry), str(ranks), str(stage), size, state)
+        table.add_row(name, step, _when(entry), ranks, stage, size, state)
     console.print(table)
     for one in left:
-        doing = (
-            "being written"
-            if one.is_in_use
-            else "left by a save that never finished; `prune` removes it"
-        )
+        doing = "left by a save that never finished; `prune` removes it"
+        if one.is_in_use:
+            doing = "being written"
         console.print(Text(f"{one.path.name}: {doing}", "yellow"))
     if latest is not None and latest not in [entry.tag for entry in entries]:
         console.print(Text(f"latest names {latest}, which does not exist", "red"))
@@ -205,6 +199,7 @@ def _foreign_tensors(entry: CheckpointInfo, found: dict[str, Facts]) -> dict[str
 
 
 def _facts_table(entry: CheckpointInfo, facts: Facts) -> Table:
+    """Return a table of the facts of one checkpoint; facts without a value have no row."""
     table = _table(f"checkpoint {entry.tag}", "what", "")
     table.show_header = False
     table.add_row("folder", str(entry.folder))
@@ -219,22 +214,24 @@ def _facts_table(entry: CheckpointInfo, facts: Facts) -> Table:
             table.add_row("sums", f"by host, of {facts['ranks_per_host']} ranks each")
         table.add_row("optimizer", facts["optimizer"] or "unknown")
     table.add_row("parameters", format_count(facts["num_parameters"]))
-    table.add_row(
-        "size",
-        format_bytes(facts["num_bytes"])
-        + (f" in {facts['chunks']} chunks" if facts["chunks"] else ""),
-    )
+    size = format_bytes(facts["num_bytes"])
+    if facts["chunks"]:
+        size += f" in {facts['chunks']} chunks"
+    table.add_row("size", size)
     if facts["chunks_without_checksum"]:
         table.add_row("checksums", f"{facts['chunks_without_checksum']} chunks have none")
-    table.add_row("format", facts["format"] + (f", run {facts['run']}" if facts["run"] else ""))
+    run = f", run {facts['run']}" if facts["run"] else ""
+    table.add_row("format", facts["format"] + run)
     return table
 
 
 def _format_mesh(sizes: dict[str, int]) -> str:
+    """Return the axes of a mesh with several ranks, as "pp=2 x tp=4"."""
     return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one rank"
 
 
 def _tensors_table(tensors: dict[str, Facts]) -> Table:
+    """Return a table with a row for each parameter and buffer."""
     table = _table("tensors", "name", "shape", "dtype", "optimizer states", "size")
     for name, facts in tensors.items():
         shape = " x ".join(map(str, facts["shape"])) or "scalar"
@@ -250,9 +247,8 @@ def _print_plan(console: Console, manifest: Manifest) -> None:
     rows: dict[tuple[str, ...], list[str]] = {}
     columns = list(dict.fromkeys(column for plan in manifest.plan.values() for column in plan))
     for unit, plan in manifest.plan.items():
-        rows.setdefault(tuple(plan.get(column) or "" for column in columns), []).append(
-            unit.rpartition("/")[0] or "root"
-        )
+        row = tuple(plan.get(column) or "" for column in columns)
+        rows.setdefault(row, []).append(unit.rpartition("/")[0] or "root")
     if not rows:
         return
     table = _table("plan", *columns, "units")
@@ -292,6 +288,7 @@ def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
 
 
 def _verdict(entry: CheckpointInfo, faults: Sequence[Fault]) -> Facts:
+    """Return the result of a verification as JSON values."""
     unknown = num_without_checksum(entry.manifest) if entry.manifest is not None else None
     note = "" if faults else checksum_coverage(entry.folder)
     return {
@@ -317,6 +314,7 @@ def _print_verdict(console: Console, entry: CheckpointInfo, faults: Sequence[Fau
 
 
 def _print_faults(console: Console, faults: Sequence[Fault]) -> None:
+    """Print the first faults, and what to do about them."""
     for fault in faults[:MOST_FAULTS]:
         console.print(Text(f"  {fault}", "red"))
     if len(faults) > MOST_FAULTS:
@@ -332,6 +330,7 @@ def _print_faults(console: Console, faults: Sequence[Fault]) -> None:
 
 
 def _convert(source: Path, out: Path, form: str, dtype: str | None) -> None:
+    """Write a checkpoint in another format, by this package or by one that contributes it."""
     if form in CONVERTERS:
         CONVERTERS[form](source, out, dtype)
         return
@@ -376,6 +375,7 @@ def convert(
 
 
 def _folder(where: Path, tag: str | None) -> Path:
+    """Return the folder of a checkpoint in a directory, by default of the latest one."""
     chosen = tag or catalogue.latest_tag(where)
     if chosen is None:
         raise UsageError(

@@ -111,11 +111,10 @@ def findings() -> list[Finding]:
 
 
 def _torch() -> Finding:
-    built = (
-        f"built for CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else "a CPU build: it cannot use a GPU"
-    )
+    """Report the version of torch, and whether it can use a GPU."""
+    built = "a CPU build: it cannot use a GPU"
+    if torch.version.cuda:
+        built = f"built for CUDA {torch.version.cuda}"
     return Finding("torch", torch.__version__, built)
 
 
@@ -129,25 +128,21 @@ def _world() -> Finding:
         if warning := suspect_lone_process(os.environ):
             return Finding("world", "one process", str(warning), Severity.NOTE)
         return Finding("world", "one process", f"source: {found.source}")
-    places = {"local rank": (found.local_rank, found.local_size), "host": (found.node, found.nodes)}
-    position = "".join(
-        f"; {place} {here} of {many}"
-        for place, (here, many) in places.items()
-        if None not in (here, many)
-    )
-    where = f"ranks meet at {found.address}:{found.port}"
-    return Finding(
-        "world", f"rank {found.rank} of {found.size}", f"source: {found.source}{position}; {where}"
-    )
+    meaning = f"source: {found.source}"
+    if None not in (found.local_rank, found.local_size):
+        meaning += f"; local rank {found.local_rank} of {found.local_size}"
+    if None not in (found.node, found.nodes):
+        meaning += f"; host {found.node} of {found.nodes}"
+    meaning += f"; ranks meet at {found.address}:{found.port}"
+    return Finding("world", f"rank {found.rank} of {found.size}", meaning)
 
 
 def _cpu(machine: NodeMachine) -> Findings:
+    """Report the CPU cores that this process may use, and numbers of threads that are set."""
     present = os.cpu_count() or machine.cores
-    meaning = (
-        "all of them"
-        if present == machine.cores
-        else f"of {present}; this process may not use the others"
-    )
+    meaning = "all of them"
+    if present != machine.cores:
+        meaning = f"of {present}; this process may not use the others"
     yield Finding("CPU cores", str(machine.cores), meaning)
     kept = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     if kept:
@@ -185,6 +180,7 @@ def _gpu_update_kernels() -> Findings:
 
 
 def _memory() -> Finding:
+    """Report the free memory of the host, within the limit of the control groups."""
     total = psutil.virtual_memory().total
     free = free_host_bytes()
     group = host.THIS_HOST.cgroup_memory()
@@ -275,6 +271,7 @@ def _page_locking() -> Finding:
 
 
 def _gpus(machine: NodeMachine) -> Findings:
+    """Report the memory, compute capability and NUMA node of each GPU."""
     if not machine.gpus:
         yield Finding(
             "GPUs", "none", "training runs on the CPU; everything works, slower", Severity.NOTE
@@ -292,6 +289,7 @@ def _gpus(machine: NodeMachine) -> Findings:
 
 
 def _formats(machine: NodeMachine) -> Findings:
+    """Report which 16-bit formats the GPUs, or else the CPU, compute in hardware."""
     flags = host.THIS_HOST.cpu_flags()
     on_gpu = bool(machine.gpus)
     # Compute capability 8.0 (Ampere) added bf16 units; older GPUs emulate bf16, slower than fp16.
@@ -314,6 +312,7 @@ def _format(name: str, on_gpu: bool, gpu_has_it: bool, cpu_flags: list[str]) -> 
 
 
 def _backends(machine: NodeMachine) -> Findings:
+    """Report the backends of torch.distributed."""
     has_gloo = dist.is_available() and dist.is_gloo_available()
     has_nccl = dist.is_available() and dist.is_nccl_available()
     nccl_use = "connects ranks on GPUs" if machine.gpus else "only GPUs need it"
@@ -326,6 +325,7 @@ def _backends(machine: NodeMachine) -> Findings:
 
 
 def _spaces() -> Findings:
+    """Report the free space of shared memory and of disks."""
     shared = "data loader workers and ranks of one machine exchange data here"
     if SHM.is_dir():
         yield _space("shared memory", SHM, MIN_SHM_GIB, shared)
@@ -381,6 +381,7 @@ def _grants() -> Findings:
 
 
 def _default_launch(machine: NodeMachine) -> Findings:
+    """Report what `deepseek-zero run` starts without options."""
     nproc = machine.default_nproc
     threads = max(1, machine.cores // nproc)
     device = "one per GPU" if machine.gpus else "one per pair of CPU cores, at least one"

@@ -100,11 +100,8 @@ def values(kind: str, numel: int, random: np.random.Generator) -> NDArray[np.flo
     if kind == "normal":
         return random.standard_normal(numel).astype(np.float32)
     if kind == "bits":
-        return (
-            random.integers(-(1 << 31), 1 << 31, numel, dtype=np.int64)
-            .astype(np.int32)
-            .view(np.float32)
-        )
+        bits = random.integers(-(1 << 31), 1 << 31, numel, dtype=np.int64)
+        return bits.astype(np.int32).view(np.float32)
     return random.choice(_EDGES, numel)
 
 
@@ -154,8 +151,11 @@ def expected(
         chance: The random bits, if the layout needs any.
     """
     chance = chance or Chance()
-    main = definition.join(arrays.main, arrays.other) if layout.is_split else arrays.main
-    main = definition.widen(main, torch.bfloat16) if layout.is_rounded else main
+    main = arrays.main
+    if layout.is_split:
+        main = definition.join(main, arrays.other)
+    elif layout.is_rounded:
+        main = definition.widen(main, torch.bfloat16)
     gradient = definition.widen(arrays.gradient, layout.gradient)
     states = list(arrays.states)
     if layout.states_rounded:
@@ -168,9 +168,9 @@ def expected(
     if layout.is_split:
         upper, lower = definition.split(weight)
         return replace(arrays, main=upper, other=lower, states=tuple(states))
-    other = (
-        arrays.other if layout.published is None else definition.narrow(weight, layout.published)
-    )
+    other = arrays.other
+    if layout.published is not None:
+        other = definition.narrow(weight, layout.published)
     return replace(arrays, main=weight, other=other, states=tuple(states))
 
 
@@ -192,10 +192,8 @@ def differing_elements(variant: Variant, layout: Layout, run: Run, numel: int = 
         found = arrays.copy()
         run(variant, layout, found, scalars, 0.7, _CHANCE)
         wanted = expected(variant, layout, arrays, scalars, 0.7, _CHANCE)
-        differing += sum(
-            int((_bits(mine) != _bits(its)).sum())
-            for mine, its in zip(found.columns(), wanted.columns(), strict=True)
-        )
+        for mine, its in zip(found.columns(), wanted.columns(), strict=True):
+            differing += int((_bits(mine) != _bits(its)).sum())
     return differing
 
 
@@ -278,16 +276,18 @@ def fused_update(
 def _rounded(values: NDArray[np.float32], chance: Chance, number: int) -> NDArray[np.int16]:
     """Return fp32 numbers rounded to bf16 by the random bits of key `number`."""
     first, skipped = divmod(chance.element, 16)
-    generator = np.random.Philox(
-        counter=[first, chance.step, 0, 0], key=[chance.seed, chance.keys[number]]
-    )
-    words = generator.random_raw(ceil_div(skipped + len(values), 4))
-    return definition.round_by(values, words.view(np.int16)[skipped : skipped + len(values)])
+    stop = skipped + len(values)
+    key = [chance.seed, chance.keys[number]]
+    generator = np.random.Philox(counter=[first, chance.step, 0, 0], key=key)
+    words = generator.random_raw(ceil_div(stop, 4))
+    return definition.round_by(values, words.view(np.int16)[skipped:stop])
 
 
 def _narrow(numbers: NDArray[np.float32], dtype: torch.dtype) -> NDArray[Any]:
+    """Return fp32 numbers in the form in which a dtype is stored."""
     return numbers if dtype == torch.float32 else definition.narrow(numbers, dtype)
 
 
 def _bits(array: NDArray[Any]) -> NDArray[Any]:
+    """Return numbers as 16-bit integers, two for each fp32 number."""
     return array.view(np.int16)

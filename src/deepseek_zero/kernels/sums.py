@@ -142,7 +142,8 @@ def _may_compile(variable: str | None) -> bool:
 
 
 def _loops() -> Any:
-    return import_module("deepseek_zero.kernels.lanes")  # imports llvmlite
+    """Return the module of compiled loops, whose import imports llvmlite."""
+    return import_module("deepseek_zero.kernels.lanes")
 
 
 def _is_plain_pair(rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool) -> bool:
@@ -161,6 +162,7 @@ def _is_plain_pair(rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: 
 def _add_by_torch(
     rows: Sequence[Tensor], out: Tensor, scratch: Tensor, divisor: float, *, add: bool
 ) -> None:
+    """Do the work of `add_rows` with torch's operations, in tiles of the size of `scratch`."""
     is_pair = _is_plain_pair(rows, out, divisor, add=add)
     tile = scratch.numel()
     if is_pair and divisor == 1.0:  # A single operation needs no tiles
@@ -181,6 +183,7 @@ def _add_by_torch(
 def _add_by_loop(
     rows: Sequence[Tensor], out: Tensor, divisor: float, *, add: bool, threads: int
 ) -> None:
+    """Do the work of `add_rows` with a compiled loop."""
     divides = not is_power_of_two(divisor)
     is_pair = _is_plain_pair(rows, out, divisor, add=add)
     loop = _loops().sum_loop(
@@ -230,6 +233,7 @@ def _squares_by_arrays(values: Tensor, sums: NDArray[np.float64]) -> None:
 
 
 def _squares_by_loop(values: Tensor, sums: NDArray[np.float64], threads: int) -> None:
+    """Write the sum of squares of each block with a compiled loop."""
     loop = _loops().square_loop(values.dtype)
     addresses = values.data_ptr(), sums.ctypes.data
 
@@ -256,6 +260,7 @@ def _has_square_loop(dtype: torch.dtype) -> bool:
 
 
 def _is_exact(what: str, dtypes: Sequence[torch.dtype], differs: Callable[[], bool]) -> bool:
+    """Return whether a loop can be used on this machine; log a warning if not."""
     problem = ""
     try:
         if (
@@ -275,6 +280,7 @@ def _is_exact(what: str, dtypes: Sequence[torch.dtype], differs: Callable[[], bo
 def _sums_differ(
     row_dtype: torch.dtype, out_dtype: torch.dtype, count: int, divisor: float, add: bool
 ) -> bool:
+    """Return whether a compiled sum differs from torch's in random numbers and edge values."""
     random = np.random.default_rng(0)
     numel = 999
     for kind in ("normal", "bits", "edges"):
@@ -290,6 +296,7 @@ def _sums_differ(
 
 
 def _squares_differ(dtype: torch.dtype) -> bool:
+    """Return whether compiled sums of squares differ from NumPy's in finite numbers."""
     random = np.random.default_rng(0)
     blocks = 3
     for kind in ("normal", "bits", "edges"):
@@ -312,6 +319,5 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
         right: The second tensor, of the same dtype and shape.
     """
     integer = {2: torch.int16, 4: torch.int32}[left.dtype.itemsize]
-    return bool(
-        ((left.view(integer) == right.view(integer)) | (left.isnan() & right.isnan())).all()
-    )
+    equal = left.view(integer) == right.view(integer)
+    return bool((equal | (left.isnan() & right.isnan())).all())

@@ -105,14 +105,14 @@ class Moments:
         """
         for name, value in self._inner.state.get(shard.param, {}).items():
             if is_subclass(value):
-                yield from ((f"{name}.{path}", each) for path, each in inner_tensors(value).items())
-                continue
-            if not self._scratch.is_placeholder(value):
-                yield from [(name, value)] if isinstance(value, Tensor) else ()
-                continue
-            moment = self._moments_of(shard)[name]
-            if not moment.storage.is_offloaded:
-                yield name, moment.storage.read(shard.start, shard.stop)
+                for path, inner in inner_tensors(value).items():
+                    yield f"{name}.{path}", inner
+            elif self._scratch.is_placeholder(value):
+                storage = self._moments_of(shard)[name].storage
+                if not storage.is_offloaded:
+                    yield name, storage.read(shard.start, shard.stop)
+            elif isinstance(value, Tensor):
+                yield name, value
 
     def load(self, shard: MasterShard, *, working: bool = True) -> None:
         """Load the moments of a shard into the optimizer's state.
@@ -173,13 +173,9 @@ class Moments:
         if not shard.group.plan.moments_external:
             return
         for name, value in state.items():
-            if (
-                not isinstance(value, Tensor)
-                or value.shape != shard.param.shape
-                or is_subclass(value)
-            ):
+            if not isinstance(value, Tensor) or value.shape != shard.param.shape:
                 continue
-            if self._scratch.is_placeholder(value):
+            if is_subclass(value) or self._scratch.is_placeholder(value):
                 continue
             moment = self._moment(shard, name, value.dtype)
             own = moment.storage.memory[shard.start : shard.stop]
@@ -187,9 +183,8 @@ class Moments:
                 own = moment.storage.write(shard.start, shard.stop)
                 powers = self._scales(moment, shard)
                 if keep:
-                    moment.kept.encode(
-                        value.reshape(-1), own, powers, random_bits(shard, chance, name)
-                    )
+                    bits = random_bits(shard, chance, name)
+                    moment.kept.encode(value.reshape(-1), own, powers, bits)
             elif value.data_ptr() != own.data_ptr():
                 moment.storage.write(shard.start, shard.stop).copy_(value.reshape(-1))
             state[name] = self._seen(shard, moment, own, value.shape)
@@ -288,9 +283,8 @@ class Moments:
 
     def _shared(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Tensor:
         """Return the buffer for a moment during an update, which all tiles share."""
-        return self._scratch.take(name, dtype, shard.master.update_device)[
-            shard.at : shard.at + shard.numel
-        ]
+        buffer = self._scratch.take(name, dtype, shard.master.update_device)
+        return buffer[shard.at : shard.at + shard.numel]
 
     def offload(self, shard: MasterShard, chance: StochasticRounding) -> None:
         """Store moments that a checkpoint has loaded, and move them to their offload memory.
@@ -306,6 +300,7 @@ class Moments:
                 store.wait()
 
     def _scales(self, moment: Moment, shard: MasterShard) -> Tensor | None:
+        """Return the scales of a shard's 8-bit moment, created if missing; None for others."""
         if moment.kept is None or not moment.kept.has_scales:
             return None
         if id(shard) not in moment.powers:
@@ -316,6 +311,7 @@ class Moments:
         return moment.powers[id(shard)]
 
     def _moment(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Moment:
+        """Return a moment of a shard's group; its storage is reserved if it is missing."""
         group = shard.group
         moments = self._of_group.setdefault(id(group), {})
         if name not in moments:

@@ -225,6 +225,15 @@ def _holder(
     choices: Sequence[Choice],
     inside: tuple[str, ...],
 ) -> RegionHolder:
+    """Return the copy of a module with split layers.
+
+    Args:
+        model: The whole model.
+        plan: Which of its layers are split, and how.
+        name: The name of the module.
+        choices: The column and row layers in it that `prove` examines.
+        inside: The names of other such modules inside it.
+    """
     module = model.get_submodule(name)
     prefix = f"{name}." if name else ""
     parents = {parent_of(each) for each in choices if each.style == "column"}
@@ -238,7 +247,10 @@ def _holder(
     given: dict[str, Choice] = {}
     for inner, each in _layers_in(plan, name).items():
         is_member = any(f"{each.name}.".startswith(f"{wrapper}.") for wrapper in wrappers)
-        (members if is_member else given)[inner] = each
+        if is_member:
+            members[inner] = each
+        else:
+            given[inner] = each
     widths: dict[int, RangesOfRanks] = {}
     for each in choices:
         is_one_projection = each.fused is None or each.style == "row"
@@ -269,10 +281,10 @@ def _note_width(widths: dict[int, RangesOfRanks], side: Split, head_dim: int) ->
     """Record how the ranks share an attention's features and heads, by their number."""
     (width,) = side.shape
     widths.setdefault(width, side.ranges)
-    heads = tuple(
-        tuple((low // head_dim, high // head_dim) for low, high in each) for each in side.ranges
-    )
-    widths.setdefault(width // head_dim, heads)
+    heads = []
+    for each in side.ranges:
+        heads.append(tuple((low // head_dim, high // head_dim) for low, high in each))
+    widths.setdefault(width // head_dim, tuple(heads))
 
 
 def _template(name: str, module: nn.Module) -> nn.Module:
@@ -282,9 +294,8 @@ def _template(name: str, module: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for param in module.parameters():
-        memo[id(param)] = nn.Parameter(
-            torch.empty(param.shape, dtype=param.dtype, device="meta"), requires_grad=False
-        )
+        empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        memo[id(param)] = nn.Parameter(empty, requires_grad=False)
     for buffer in module.buffers():
         memo[id(buffer)] = (
             torch.zeros_like(buffer, device=CPU) if buffer.is_meta else buffer.detach().clone()
@@ -327,6 +338,8 @@ def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, ModuleCall]:
         return calls
 
     def seen(name: str) -> Callable[..., None]:
+        """Return a hook that records the first call, and ends the forward after the last one."""
+
         def look(module: nn.Module, args: Any, kwargs: Any) -> None:
             calls.setdefault(name, ModuleCall(*without_caches((args, kwargs))))
             if len(calls) == len(names):
@@ -341,6 +354,7 @@ def calls_in(model: nn.Module, names: Sequence[str]) -> dict[str, ModuleCall]:
         with fake_tensors() as mode, torch.enable_grad(), torch.random.fork_rng(devices=[]):
 
             def faked(tensor: Tensor) -> Tensor:
+                """Return a fake tensor on the CPU."""
                 with mode:
                     return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
 
@@ -404,6 +418,7 @@ def small_copy(args: Args, kwargs: Kwargs) -> ModuleCall:
     rows = hidden.shape[0] if hidden.dim() > 2 else 0
 
     def narrowed(tensor: Tensor) -> Tensor:
+        """Return a view of the first rows and tokens of an argument."""
         requires_grad = tensor.requires_grad
         tensor = tensor.detach()
         if rows and tensor.dim() and tensor.shape[0] == rows:

@@ -307,12 +307,14 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
 
 
 def _rule_of(rules: Iterable[StyleRule], name: str) -> StyleRule | None:
+    """Return the first rule that matches the name of a module, or None."""
     return next((rule for rule in rules if rule.matches(name)), None)
 
 
 def _by_config(
     name: str, module: nn.Module, settings: ParallelSettings, model_type: str
 ) -> Choice | None:
+    """Return the choice of the first row of `settings.layers` that matches a layer, or None."""
     for pattern, style, parts, model_types in settings.layers:
         if (not model_types or model_type in model_types) and re.match(pattern, f"{name}.weight"):
             if style not in KINDS:
@@ -359,10 +361,13 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _by_own_plan(name: str, plain: str, module: nn.Module, own: Mapping[str, str]) -> Choice | None:
+    """Return the choice of the model's own plan for a layer, or None.
+
+    `plain` is the name in the model without adapters.
+    """
+    names = (name.removesuffix(ADAPTED), plain)
     for pattern, word in own.items():
-        if not any(
-            fnmatch.fnmatchcase(each, pattern) for each in (name.removesuffix(ADAPTED), plain)
-        ):
+        if not any(fnmatch.fnmatchcase(each, pattern) for each in names):
             continue
         style = STYLES.get(word)
         if style is None:
@@ -379,18 +384,21 @@ def _by_own_plan(name: str, plain: str, module: nn.Module, own: Mapping[str, str
 
 
 def _family(model: nn.Module, settings: ParallelSettings) -> str:
-    if settings.preset is not None:
-        found = ALIASES.get(settings.preset, settings.preset)
-        if found not in FAMILIES:
-            raise UsageError(
-                f"preset_model {shown(settings.preset)} is not known.",
-                fix=f"use one of {', '.join(sorted(FAMILIES))}.",
-            )
-        return found
-    return _model_type(model)
+    """Return the family whose rules apply: the preset, or the model's type."""
+    preset = settings.preset
+    if preset is None:
+        return _model_type(model)
+    found = ALIASES.get(preset, preset)
+    if found not in FAMILIES:
+        raise UsageError(
+            f"preset_model {shown(preset)} is not known.",
+            fix=f"use one of {', '.join(sorted(FAMILIES))}.",
+        )
+    return found
 
 
 def _model_type(model: nn.Module) -> str:
+    """Return the `model_type` of a transformers model; "" for another model."""
     return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
@@ -399,14 +407,12 @@ def _model_type(model: nn.Module) -> str:
 
 def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Choice]) -> None:
     """Assign column layers to the row layer that reads their outputs, and split both."""
-    styles: dict[str, list[Choice]] = {style: [] for style in ("row", "column", "partial")}
-    for choice in choices.values():
-        styles.setdefault(choice.style, []).append(choice)
-    rows = styles["row"]
+    rows = [each for each in choices.values() if each.style == "row"]
+    all_columns = [each for each in choices.values() if each.style == "column"]
     order = {name: place for place, name in enumerate(choices)}
     regions: dict[str, list[Choice]] = {row.name: [] for row in rows}
-    for column in styles["column"]:
-        beside = [other for other in styles["column"] if parent_of(other) == parent_of(column)]
+    for column in all_columns:
+        beside = [other for other in all_columns if parent_of(other) == parent_of(column)]
         row = _closing(column, beside, rows, order)
         if row is None:
             _take_apart(plan, [column], "no row layer closes it")
@@ -417,9 +423,11 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
         if not columns:
             _take_apart(plan, [row], "no column layer comes before it")
             continue
-        parent = parent_of(columns[0])
-        partial = [each for each in styles["partial"] if parent_of(each) == parent]
-        _cut_region(model, plan, columns, row, partial, rows)
+        if _cut_region(model, plan, columns, row, rows):
+            parent = parent_of(columns[0])
+            for each in choices.values():
+                if each.style == "partial" and parent_of(each) == parent:
+                    plan.partial.append(each)
     for choice in choices.values():
         if choice.style in ("column_gather", "row_scatter"):
             dim = 0 if choice.style == "column_gather" else 1
@@ -454,6 +462,7 @@ def _closing(
     block = _block(column.name)
 
     def key(row: Choice) -> tuple[int, bool, int]:
+        """Return the rank of a row layer, in an order in which the nearest is first."""
         shared = common_path([column.name, row.name])
         distance = order[row.name] - order[column.name]
         return -len(shared), distance < 0, abs(distance)
@@ -476,17 +485,29 @@ def _cut_region(
     plan: ParallelPlan,
     columns: list[Choice],
     row: Choice,
-    partial: list[Choice],
     rows: Sequence[Choice],
-) -> None:
+) -> bool:
+    """Split column layers and the row layer that reads their outputs, by heads in an attention.
+
+    Args:
+        model: The whole model.
+        plan: The plan to which the layers are added.
+        columns: The column layers, which are in one module.
+        row: The row layer that reads their outputs.
+        rows: All row layers of the model.
+
+    Returns:
+        Whether the layers are split together. If not, each is split by itself or stays whole.
+    """
     inputs = row.widths[1]
     region = [*columns, row]
     widths = {column.width for column in columns}
     if inputs not in widths:
         stated = ", ".join(f"{column.name} ({column.widths[0]})" for column in columns)
         _take_apart(plan, region, f"{row.name} reads {inputs} where {stated} give another width")
-        return
-    parent = model.get_submodule(parent_of(columns[0]))
+        return False
+    parent_name = parent_of(columns[0])
+    parent = model.get_submodule(parent_name)
     head_dim = _head_dim(parent, inputs)
     narrow = min(widths)
     if head_dim is not None and narrow % head_dim:
@@ -502,14 +523,14 @@ def _cut_region(
                 "Heads are given to several ranks only where they are in a layer of their own.",
                 f"choose a tp that divides {kv_heads}.",
             )
-        _count_heads(plan, parent, parent_of(columns[0]), head_dim, query, key)
+        _count_heads(plan, parent, parent_name, head_dim, query, key)
         holder = adapted_common(region)
         is_shared = any(other is not row and other.name.startswith(f"{holder}.") for other in rows)
         if not is_shared and not row.name.endswith(ADAPTED):
-            plan.attentions[holder] = parent_of(columns[0])
+            plan.attentions[holder] = parent_name
     elif len(widths) > 1:
         _take_apart(plan, region, "its projections differ in width, and no head size is known")
-        return
+        return False
     else:
         query = key = _shares(inputs, plan.ranks, row.name, plan.grain)
     size = head_dim or 1
@@ -521,7 +542,7 @@ def _cut_region(
     for choice in region:
         choice.head_dim = head_dim
     plan.choices += region
-    plan.partial += partial
+    return True
 
 
 def _ranges(shares: Shares, size: int) -> RangesOfRanks:
@@ -682,13 +703,10 @@ def _split_vocabulary(
     fitting = []
     for choice in found:
         module = choice.module
-        if choice.style == "vocabulary" and not isinstance(module, nn.Embedding):
+        is_table = isinstance(module, nn.Embedding)
+        if not is_table and (choice.style == "vocabulary" or not is_matrix(module)):
             continue
-        if choice.style == "head" and not is_matrix(module):
-            continue
-        if isinstance(module, nn.Embedding) and (
-            module.max_norm or module.scale_grad_by_freq or module.sparse
-        ):
+        if is_table and (module.max_norm or module.scale_grad_by_freq or module.sparse):
             plan.left[choice.name] = "max_norm, scale_grad_by_freq and sparse need the whole table"
             continue
         if choice.widths[0] < plan.ranks:
@@ -804,4 +822,5 @@ def parent_of(choice: Choice) -> str:
 
 
 def _wild(name: str) -> str:
+    """Return a name with its block numbers replaced by `*`."""
     return ".".join("*" if each.isdigit() else each for each in name.split("."))

@@ -126,6 +126,8 @@ def watch(model: nn.Module, plan: ParallelPlan) -> None:
 
 
 def _watch(module: nn.Module, holder: RegionHolder, splits: Splits) -> None:
+    """Examine a module with the arguments of its first forward, first with a part of them."""
+
     def look(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         hook.remove()
         for call in (small_copy(args, kwargs), ModuleCall(args, kwargs)):
@@ -190,6 +192,7 @@ _CUT_BY = {"read": "row", "given": "column"}
 
 
 def _is_finite(results: _Results) -> bool:
+    """Return whether all results except attributes are finite."""
     return all(
         bool(each.isfinite().all()) for key, each in results.items() if key.kind != "attribute"
     )
@@ -221,6 +224,7 @@ class _Bench:
         self._call = ModuleCall(*without_caches((self._call.args, self._call.kwargs)))
 
     def random(self, shape: Sequence[int]) -> Tensor:
+        """Return normal random numbers in the device and dtype of the runs."""
         made: Tensor = torch.randn(tuple(shape), generator=self._generator)
         return made.to(self.device, self.dtype)
 
@@ -248,12 +252,9 @@ class _Bench:
             made = torch.ones(tensor.shape, dtype=tensor.dtype, device=self.device)
         # The input of column layers has a gradient in every layer except the first
         is_hidden = is_floating and tensor.dim() in (2, 3) and tensor.shape[-1] in self._inputs
-        if is_hidden and not self._has_hidden:
-            self._has_hidden = True
-            made.requires_grad_()
-        elif tensor.requires_grad:
-            made.requires_grad_()
-        return made
+        needs_grad = tensor.requires_grad or (is_hidden and not self._has_hidden)
+        self._has_hidden |= is_hidden
+        return made.requires_grad_(needs_grad)
 
     def run(self, rank: int | None, cuts: Splits, poisoned: Sequence[str]) -> _Results:
         """Run the module forward and backward.
@@ -273,6 +274,7 @@ class _Bench:
         arguments: dict[_Key, Tensor] = {}
 
         def given(tensor: Tensor) -> Tensor:
+            """Return a copy of an argument, and record it if it needs a gradient."""
             leaf = tensor.detach().clone()
             if tensor.requires_grad:
                 arguments[_Key("argument", number=len(arguments))] = leaf.requires_grad_()
@@ -451,6 +453,7 @@ def _examine_on(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Splits:
+    """Run the module whole and as each rank, until a way of splitting its parameters holds."""
     bench = _Bench(holder, call, device, dtype)
     whole = _run_whole(bench)
     first_failure: _Differs | None = None
@@ -475,6 +478,7 @@ def _examine_on(
 
 
 def _run_whole(bench: _Bench) -> _Results:
+    """Run the whole module with NaN as the weights of its split layers, which must not be read."""
     members = list(bench.holder.members)
     try:
         whole = bench.run(None, {}, members)
@@ -502,6 +506,7 @@ def _run_whole(bench: _Bench) -> _Results:
 
 
 def _run_rank(bench: _Bench, rank: int, cuts: Splits) -> _Results:
+    """Run the module as one rank; an error of the module is a difference."""
     try:
         return bench.run(rank, cuts, list(bench.holder.members))
     except _Differs:
@@ -557,11 +562,13 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _same(bench: _Bench, found: Tensor, expected: Tensor, what: str) -> None:
+    """Raise `_Differs` with a description if two tensors differ by more than the tolerance."""
     if not _is_near(bench, found, expected):
         raise _Differs(what)
 
 
 def _is_near(bench: _Bench, found: Tensor, expected: Tensor) -> bool:
+    """Return whether two tensors differ by less than the tolerance times the largest number."""
     if found.shape != expected.shape or not bool(found.isfinite().all()):
         return False
     if not found.numel():

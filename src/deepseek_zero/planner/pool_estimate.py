@@ -88,6 +88,7 @@ class _StepReplay:
     outgoing: list[Size] = field(default_factory=list)
 
     def play(self, schedule: Schedule) -> None:
+        """Take and return the buffers of all actions, in the order of the schedule."""
         for action in schedule.actions():
             unit = self.units[action.unit]
             if action.kind not in (ActionKind.ALL_REDUCE, ActionKind.UPDATE):
@@ -123,11 +124,10 @@ class _StepReplay:
                 continue
             if len(under_way) == MAX_IN_FLIGHT:
                 self.ledger.give([under_way.popleft()])
-            under_way.append(
-                (group.weight_wire.dtype, group.weight_wire.length(group.padded_numel))
-            )
+            message = _coded_weight(group)
+            under_way.append(message)
             working = [(torch.float32, group.layout.slice_numel), self.scratch]
-            self.ledger.take([under_way[-1], *working])
+            self.ledger.take([message, *working])
             self.ledger.give(working)
         self.ledger.give(under_way)
 
@@ -140,6 +140,7 @@ class _StepReplay:
         self.all_reducing = taken
 
     def _end_all_reduces(self) -> None:
+        """Return the buffers of the sums over replicas."""
         self.ledger.give(self.all_reducing)
         self.all_reducing = []
 
@@ -179,14 +180,12 @@ class _StepReplay:
         """
         coded = [group for group in self.units[number].sharded if _is_coded(group)]
         if coded:
-            travelling = [
-                (group.weight_wire, group.padded_numel) for group in coded if group.ranks > 1
-            ]
-            self.coded[number] = [(wire.dtype, wire.length(numel)) for wire, numel in travelling]
+            self.coded[number] = [_coded_weight(group) for group in coded if group.ranks > 1]
             self.ledger.take([*self.coded[number], self.scratch])
             self.ledger.give([self.scratch])
 
     def _use(self, number: int) -> None:
+        """Return the buffers of a unit's coded weights, which are decoded for its use."""
         self.ledger.give(self.coded.pop(number, []))
 
     def _partials(self, unit: UnitPlan) -> list[Size]:
@@ -201,6 +200,7 @@ class _StepReplay:
         ]
 
     def _travel(self, group: GroupPlan) -> Size:
+        """Return the buffer of a group's gradient in the form in which it is sent."""
         codec = momenta_codec_of(group.plan)
         if codec is not None:
             return codec.dtype, group.ranks * group.exchange_length
@@ -208,6 +208,7 @@ class _StepReplay:
         return wire.dtype, wire.length(group.padded_numel)
 
     def _reduce(self, unit: UnitPlan) -> None:
+        """Begin the reduction of a unit's gradients, after one that must end first."""
         if len(self.in_flight) >= self.machine.most_reductions:
             self._wait_for_first()
         reduction = _Reduction(any(group.ranks > 1 or _is_cut(group) for group in unit.trained))
@@ -282,6 +283,7 @@ class _StepReplay:
             self._wait_for_first()
 
     def _wait_for_first(self) -> None:
+        """End the oldest reduction; its sums are formed in the scratch buffer."""
         reduction = self.in_flight.popleft()
         if reduction.is_sum:
             self.ledger.take([self.scratch])
@@ -309,12 +311,18 @@ def gathered_size(group: GroupPlan) -> Size:
     return group.plan.weight.dtype, group.padded_numel
 
 
+def _coded_weight(group: GroupPlan) -> Size:
+    """Return the buffer of a group's weight as gathers send it."""
+    return group.weight_wire.dtype, group.weight_wire.length(group.padded_numel)
+
+
 def _is_coded(group: GroupPlan) -> bool:
     """Return whether gathers send codes."""
     return group.plan.weight.wire is not None
 
 
 def _is_cut(group: GroupPlan) -> bool:
+    """Return whether gradients are sharded, and collected in a buffer of the pool."""
     return group.plan.grad is not None and group.plan.grad.placement is S
 
 

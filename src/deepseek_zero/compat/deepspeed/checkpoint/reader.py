@@ -20,7 +20,7 @@ import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -148,6 +148,7 @@ def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepS
 
 
 def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
+    """Read the first model file, which shows the kind of the checkpoint, and then the others."""
     is_third = not (folder / MODEL).exists()
     name = MODEL_OF_RANK.format(0) if is_third else MODEL
     first = open_file(folder / name)
@@ -208,26 +209,23 @@ def _completed(
         CheckpointError: Elements of a weight or moment are missing.
     """
     optimizer = optimizers[0] if optimizers else first.get("optimizer") or {}
-    groups = _groups(optimizer)
     trainer: dict[str, Any] = {
-        name: int(first.get(name) or 0)
-        for name in ("global_steps", "global_samples", "skipped_steps")
-    }
-    trainer |= {
+        "global_steps": int(first.get("global_steps") or 0),
+        "global_samples": int(first.get("global_samples") or 0),
+        "skipped_steps": int(first.get("skipped_steps") or 0),
         "scaler": _scaler(first, optimizers),
         "lr_scheduler": all_from_plain(first.get("lr_scheduler")),
-    }
-    trainer["batch"] = _batch(first)
-    trainer["ranks"] = {
-        "data": int(first["dp_world_size"]),
-        "model": int(first.get("mp_world_size") or 1),
+        "batch": _batch(first),
+        "ranks": {
+            "data": int(first["dp_world_size"]),
+            "model": int(first.get("mp_world_size") or 1),
+        },
     }
     if (curriculum := first.get("data_sampler")) is not None:
         given = int(curriculum.get("consumed_samples", 0))
         trainer["data"] = {"epoch": 0, "samples": given, "curriculum": curriculum}
-    client = _client(first)
     _refuse_gaps(found)
-    found.plain = {"groups": groups, "trainer": trainer, "client": client}
+    found.plain = {"groups": _groups(optimizer), "trainer": trainer, "client": _client(first)}
     return found
 
 
@@ -257,6 +255,7 @@ def _client(model: State) -> State:
 
 
 def _tensor_parallel(folder: Path, ranks: int) -> CheckpointError:
+    """Create the error for a checkpoint whose parameters are split over ranks."""
     return CheckpointError(
         f"{folder} was saved with tensor parallelism of {ranks}.",
         "Its files do not say which part of a parameter each of them holds.",
@@ -287,7 +286,7 @@ def _refuse_others(folder: Path, files: Sequence[tuple[int, State]]) -> None:
 
     Only files that this library wrote record their save and rank.
     """
-    identities = [(rank, (each.get("ds_config") or {}).get(IDENTITY_KEY)) for rank, each in files]
+    identities = [(rank, _identity(each) or None) for rank, each in files]
     own = next((each["run"] for _, each in identities if each is not None), None)
     for rank, each in identities:
         if own is not None and (each is None or (each["run"], each["rank"]) != (own, rank)):
@@ -546,41 +545,31 @@ def _read_pipeline(
     if most := max((len(paths) for paths in layers.values() if len(paths) > 1), default=0):
         raise _tensor_parallel(folder, most)
     stages = range(int(first.get("mp_world_size") or 1))
-    models = [
-        first,
-        *(open_file(folder / f"mp_rank_{stage:02d}_model_states.pt") for stage in stages[1:]),
-    ]
-    shapes = {
-        name: shape
-        for each in models
-        for group in each["param_shapes"] or ()
-        for name, shape in group.items()
-    }
+    models = [first]
+    models += [open_file(folder / f"mp_rank_{stage:02d}_model_states.pt") for stage in stages[1:]]
+    shapes: dict[str, Any] = {}
+    for model in models:
+        for of_group in model["param_shapes"] or ():
+            shapes.update(of_group)
     found = DeepSpeedCheckpoint(folder, _manifest(first, ranks, is_third=False))
     found.buffers = [{}]
     for layer, (path,) in sorted(layers.items()):
         _add_layer(found, layer, open_file(path), shapes or dict.fromkeys(trained))
     by_stage: list[list[State]] = []
     groups: list[list[str]] = []
-    for stage in stages:
-        of_stage = [
-            each["optimizer_state_dict"]
-            for each in _optimizer_files(folder, ranks, models[stage], stage)
-        ]
+    for stage, model in enumerate(models):
+        files = _optimizer_files(folder, ranks, model, stage)
+        of_stage = [each["optimizer_state_dict"] for each in files]
         by_stage.append(of_stage)
         if of_stage:
             found.manifest.extra["groups"] = []
-            _add_flat(
-                found,
-                models[stage]["param_shapes"],
-                of_stage,
-                {name for names in groups for name in names},
-            )
+            added = {name for names in groups for name in names}
+            _add_flat(found, model["param_shapes"], of_stage, added)
             of_groups = found.manifest.extra["groups"]
             groups += [[] for _ in of_groups[len(groups) :]]
             for names, more in zip(groups, of_groups, strict=True):
                 names += [name for name in more if name not in names]
-        elif models[stage].get("optimizer"):
+        elif model.get("optimizer"):
             found.moments_problem = (
                 "the optimizer's parameters are numbered within a stage, and have no names"
             )
@@ -622,13 +611,13 @@ def _add_layer(
                 "convert it with DeepSpeed's own tools first.",
             )
         prefix = f"tied_modules.{fitting[0]}." if fitting and state else prefix
+    parameters = found.manifest.parameters
     for leaf, value in state.items():
-        if prefix + leaf not in found.manifest.parameters:
-            trained = not known or prefix + leaf in known
-            found.manifest.parameters[prefix + leaf] = parameter_facts(
-                value.shape, value.dtype, trained=trained
-            )
-            found.add(WEIGHT, prefix + leaf, "", 0, value)
+        name = prefix + leaf
+        if name not in parameters:
+            trained = not known or name in known
+            parameters[name] = parameter_facts(value.shape, value.dtype, trained=trained)
+            found.add(WEIGHT, name, "", 0, value)
 
 
 def _is_tied(known: State, key: str, leaf: str, value: Tensor) -> bool:
@@ -732,11 +721,10 @@ def _add_replicated(
             if sum(flat.numel() for flat in flats) == sum(map(prod, shapes)):
                 found.manifest.extra["groups"] = _add_flat_masters(found, optimizer, flats, names)
                 return
-        elif len(numbers) == len(names) and all(
-            value is None or tuple(value.shape) == shape
-            for value, shape in zip(like, shapes, strict=False)
-        ):
-            break
+        elif len(like) == len(shapes):
+            pairs = zip(like, shapes, strict=True)
+            if all(value is None or tuple(value.shape) == shape for value, shape in pairs):
+                break
     else:
         found.moments_problem = (
             "the optimizer's parameters are numbered, and are neither all of the model's nor the "
@@ -771,23 +759,25 @@ def _add_flat_masters(
 
     Each group's parameters are concatenated without padding.
     """
-    ends = list(accumulate(flat.numel() for flat in flats))
-    groups: list[list[str]] = [[] for _ in flats]
-    numels = {name: prod(found.manifest.parameters[name]["shape"]) for name in names}
-    ranges = flat_ranges(numels)
-    for number, (flat, end) in enumerate(zip(flats, ends, strict=True)):
-        spans = flat_spans(ranges, end - flat.numel(), end)
+    groups: list[list[str]] = []
+    shapes = {name: found.manifest.parameters[name]["shape"] for name in names}
+    ranges = flat_ranges({name: prod(shape) for name, shape in shapes.items()})
+    start = 0
+    for number, flat in enumerate(flats):
+        spans = flat_spans(ranges, start, start + flat.numel())
         for name in spans:
-            _master(found, name, found.manifest.parameters[name]["shape"], flat.dtype)
+            _master(found, name, shapes[name], flat.dtype)
         _add_spans(found, spans, flat, _states(optimizer, number))
-        groups[number] += spans
+        groups.append(list(spans))
+        start += flat.numel()
     return groups
 
 
 def _scaler(first: State, optimizers: Sequence[State]) -> State | None:
     """Convert DeepSpeed's loss scaler to our state dict; None if there is no scaler."""
-    saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
-    saved_scaler = vars(saved) if isinstance(saved, PickledObject) else first.get("optimizer") or {}
+    saved_scaler = first.get("optimizer") or {}
+    if optimizers and isinstance(optimizers[0].get("loss_scaler"), PickledObject):
+        saved_scaler = vars(optimizers[0]["loss_scaler"])
     if "cur_scale" not in saved_scaler:
         return None
     fp16 = (first.get("ds_config") or {}).get("fp16") or {}
