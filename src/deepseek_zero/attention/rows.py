@@ -67,6 +67,8 @@ def attend_by_plan(
 
 
 class _ByPlan(torch.autograd.Function):
+    """Runs the kernel calls of a plan; saves outputs and the logarithms of row sums."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -142,7 +144,8 @@ def _fits_kernel(*tensors: Tensor) -> bool:
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    """Return the dtype of sums and scores: fp32 or better."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -360,12 +363,14 @@ _Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # Of queries, keys, v
 def _kernel_forward(
     call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Return the folded outputs, and the logarithm of each row's sum, with torch's kernel."""
     assert _KERNEL is not None
     out, sums = _KERNEL[0](query, key, value, **_options(call, query, scale))
     return out, sums
 
 
 def _kernel_backward(call: _Call, own: _Tensors, scale: float) -> _Gradients:
+    """Return the folded gradients with torch's kernel, which has none of the scores."""
     assert _KERNEL is not None
     given = own.grad, own.query, own.key, own.value, own.out, own.sums[..., 0]
     return *_KERNEL[1](*given, **_options(call, own.query, scale)), None
@@ -381,6 +386,7 @@ def _options(call: _Call, query: Tensor, scale: float) -> dict[str, Any]:
 def _plain_forward(
     call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
+    """Do the work of `_kernel_forward` with two matmuls and a softmax."""
     scores = _scores(call, query, key, scale)
     sums = scores.logsumexp(-1, keepdim=True)
     # A query that sees nothing: make its weights exp(-inf)
@@ -389,6 +395,7 @@ def _plain_forward(
 
 
 def _plain_backward(call: _Call, own: _Tensors, scale: float) -> _Gradients:
+    """Return the folded gradients of the queries, keys, values and scores of a call."""
     weights = (_scores(call, own.query, own.key, scale) - own.sums).exp_()
     query, out, grad, _, key, value = (each.to(weights.dtype) for each in own)
     of_scores = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True))
@@ -396,6 +403,7 @@ def _plain_backward(call: _Call, own: _Tensors, scale: float) -> _Gradients:
 
 
 def _scores(call: _Call, query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Return the masked scores of a call, of shape (batch, heads, queries, keys)."""
     dtype = _sum_dtype(query)
     scores = query.to(dtype) @ key.to(dtype).mT * scale
     mask = call.mask(query)

@@ -306,9 +306,9 @@ def _print_verdict(console: Console, entry: CheckpointInfo, faults: Sequence[Fau
         _print_faults(console, faults)
         return
     verdict = _verdict(entry, faults)
-    unknown, note = verdict["chunks_without_checksum"], verdict["note"]
-    if unknown:
-        note = f"{unknown} chunks have no checksum and were only read"
+    note = verdict["note"]
+    if verdict["chunks_without_checksum"]:
+        note = f"{verdict['chunks_without_checksum']} chunks have no checksum and were only read"
     note = f"; {note}" if note else ""
     console.print(Text(f"{entry.tag}: good, {format_bytes(entry.num_bytes)} read{note}", "green"))
 
@@ -440,23 +440,20 @@ def _entries(where: Path, tag: str | None) -> list[CheckpointInfo]:
     chosen = [entry for entry in entries if tag is None or entry.tag == tag]
     if chosen:
         return chosen
-    there = ", ".join(entry.tag for entry in entries)
-    fix = (
-        f"Choose one of: {there}."
-        if there
-        else "Name the directory that save_checkpoint was given."
-    )
-    raise UsageError(
-        f"{where} holds no checkpoint" + (f" {tag!r}." if tag else "."),
-        fix=fix,
-    )
+    fix = "Name the directory that save_checkpoint was given."
+    if entries:
+        fix = f"Choose one of: {', '.join(entry.tag for entry in entries)}."
+    name = f" {tag!r}" if tag else ""
+    raise UsageError(f"{where} holds no checkpoint{name}.", fix=fix)
 
 
 def _when(entry: CheckpointInfo) -> str:
+    """Return the local time at which a checkpoint was saved."""
     return datetime.fromtimestamp(entry.saved_at).isoformat(" ", "seconds")
 
 
 def _table(title: str, *columns: str) -> Table:
+    """Return an empty table without lines."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")

@@ -396,7 +396,8 @@ def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
     """
     if kind is Any:
         return value, ""
-    if get_origin(kind) in (Union, UnionType):
+    form = get_origin(kind)
+    if form in (Union, UnionType):
         inner, *words = (option for option in get_args(kind) if option is not NoneType)
         if value is None or _word(value) in _NULLS:
             return None, ""
@@ -404,11 +405,11 @@ def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
             if _word(value) in get_args(option):
                 return coerce(value, option, inf)
         return coerce(value, inner, inf)
-    if get_origin(kind) is Literal:
+    if form is Literal:
         return _literal(value, get_args(kind))
-    if get_origin(kind) is tuple:
+    if form is tuple:
         return _sequence(value, get_args(kind)[0])
-    if get_origin(kind) is dict:
+    if form is dict:
         return _mapping(value)
     if kind in (int, float):
         return _number(value, kind, inf)

@@ -60,12 +60,12 @@ class ClientStates:
                 first = param.__dict__.get(TIED_TO, param)
                 for each in first.__dict__.get(CUT_INTO, (first,)):
                     self._by_param.setdefault(id(each), state)
-        self._counters = {
-            key
-            for state in self._by_param.values()
-            for key, value in state.values.items()
-            if state.param.dim() > 0 and isinstance(value, Tensor) and value.dim() == 0
-        }
+        # Names of the states that are scalars for a parameter that is none
+        self._counters = set[str]()
+        for state in self._by_param.values():
+            for key, value in state.values.items():
+                if state.param.dim() > 0 and isinstance(value, Tensor) and value.dim() == 0:
+                    self._counters.add(key)
 
     def release_trained(self) -> None:
         """Free the states of trainable parameters, after they were cut into shards."""
@@ -184,9 +184,11 @@ class ClientStates:
         return torch.cat([values for _, values in pieces])
 
     def _part(self, param: nn.Parameter) -> ParamPart | None:
+        """Return this rank's part of a parameter that is split along "tp", or None."""
         return ParamPart.of(split_of(param), self._coordinate)
 
     def _state_of(self, overlap: ParamOverlap) -> WholeState | None:
+        """Return the state of the parameter that an overlap belongs to, if there is one."""
         return self._by_param.get(id(_param_of(overlap)))
 
     def _number(self, state: WholeState, key: str, value: Any) -> Any:
@@ -204,6 +206,7 @@ _ShardPart = tuple[ParamOverlap, WholeState]  # a parameter of a shard, and the 
 
 
 def _param_of(overlap: ParamOverlap) -> nn.Parameter:
+    """Return the parameter that an overlap belongs to."""
     return overlap.shard.group.members[overlap.number].param
 
 
@@ -217,6 +220,7 @@ def _is_elementwise(value: Any, overlap: ParamOverlap) -> bool:
 
 
 def _described(value: Any) -> str:
+    """Return a text that is equal on two ranks if their values are."""
     if not isinstance(value, Tensor):
         return repr(value) if isinstance(value, PLAIN) else type(value).__name__
     if type(value) not in (Tensor, nn.Parameter) or value.is_meta:

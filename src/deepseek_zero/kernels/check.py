@@ -117,7 +117,7 @@ def sample(variant: Variant, layout: Layout, kind: str, numel: int, seed: int = 
     """
     random = np.random.default_rng(seed)
     main = values(kind, numel, random)
-    gradient = _narrow(values(kind, numel, random), layout.gradient)
+    gradient = definition.narrow(values(kind, numel, random), layout.gradient)
     states: list[NDArray[Any]] = [values(kind, numel, random) for _ in variant.states]
     if variant.rule in ("adam", "adagrad"):
         states[-1] = np.abs(states[-1])  # a mean or a sum of squares
@@ -281,11 +281,6 @@ def _rounded(values: NDArray[np.float32], chance: Chance, number: int) -> NDArra
     generator = np.random.Philox(counter=[first, chance.step, 0, 0], key=key)
     words = generator.random_raw(ceil_div(stop, 4))
     return definition.round_by(values, words.view(np.int16)[skipped:stop])
-
-
-def _narrow(numbers: NDArray[np.float32], dtype: torch.dtype) -> NDArray[Any]:
-    """Return fp32 numbers in the form in which a dtype is stored."""
-    return numbers if dtype == torch.float32 else definition.narrow(numbers, dtype)
 
 
 def _bits(array: NDArray[Any]) -> NDArray[Any]:

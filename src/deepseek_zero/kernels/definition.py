@@ -99,13 +99,16 @@ def widen(numbers: NDArray[Any], dtype: torch.dtype) -> F32:
     return (numbers.astype(np.int32) << 16).view(np.float32)
 
 
-def narrow(values: F32, dtype: torch.dtype) -> NDArray[np.int16]:
-    """Return fp32 numbers as 16-bit numbers, stored as int16.
+def narrow(values: F32, dtype: torch.dtype) -> NDArray[Any]:
+    """Return fp32 numbers in the form in which a dtype is stored; the inverse of `widen`.
 
     Args:
         values: Array of fp32 numbers to convert.
-        dtype: bf16 (ties are rounded away from zero) or fp16 (ties to even).
+        dtype: bf16 (ties are rounded away from zero) or fp16 (ties to even), whose numbers are
+            returned as int16, or fp32, for which `values` is returned unchanged.
     """
+    if dtype == torch.float32:
+        return values
     settled = settle(values)
     if dtype == torch.float16:
         with np.errstate(over="ignore"):

@@ -284,9 +284,13 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
     own = _own_plan(model)
     model_type = _model_type(model)
     known = FAMILIES.get(family, ())
-    source = f"preset {family}" if settings.preset else f"family {family}"
+    source = f"family {family}"
     if settings.preset:
         own = {}
+        source = f"preset {family}"
+    if not own and not known:
+        known = NAMES
+        source = "names"
     found: dict[str, Choice] = {}
     for name, module in model.named_modules():
         choice = _by_config(name, module, settings, model_type)
@@ -294,13 +298,10 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
             plain = name.replace("base_model.model.", "").removesuffix(ADAPTED)
             choice = _by_own_plan(name, plain, module, own)
             rule = _rule_of(known, plain) if is_matrix(module) else None
-            if choice is None and rule is not None:
+            if rule is not None and choice is None:
                 choice = Choice(name, module, rule.style, source, rule.fused)
-            elif choice is not None and choice.style == "column" and rule is not None:
+            elif rule is not None and choice is not None and choice.style == "column":
                 choice.fused = rule.fused
-            elif choice is None and not own and not known and is_matrix(module):
-                rule = _rule_of(NAMES, plain)
-                choice = None if rule is None else Choice(name, module, rule.style, "names")
         if choice is not None and choice.style != "equal":
             found[name] = choice
     return found
@@ -708,13 +709,12 @@ def _split_vocabulary(
             continue
         if is_table and (module.max_norm or module.scale_grad_by_freq or module.sparse):
             plan.left[choice.name] = "max_norm, scale_grad_by_freq and sparse need the whole table"
-            continue
-        if choice.widths[0] < plan.ranks:
+        elif choice.widths[0] < plan.ranks:
             plan.left[choice.name] = "fewer rows than ranks"
-            continue
-        shares = _shares(choice.widths[0], plan.ranks, choice.name, plan.grain)
-        choice.part = _part(choice, 0, _ranges(shares, 1))
-        fitting.append(choice)
+        else:
+            shares = _shares(choice.widths[0], plan.ranks, choice.name, plan.grain)
+            choice.part = _part(choice, 0, _ranges(shares, 1))
+            fitting.append(choice)
     split = {id(choice.module) for choice in fitting}
     for name, module in model.named_modules():  # a table that another module reads too stays whole
         weight = dict(module.named_parameters(recurse=False)).get("weight")

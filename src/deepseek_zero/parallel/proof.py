@@ -220,8 +220,8 @@ class _Bench:
         self._inputs = {
             widths_of(each)[1] for each in holder.members.values() if each.style == "column"
         }
-        self._call = ModuleCall(*map_inputs((call.args, call.kwargs), once(self._made)))
-        self._call = ModuleCall(*without_caches((self._call.args, self._call.kwargs)))
+        made = map_inputs((call.args, call.kwargs), once(self._made))
+        self._call = ModuleCall(*without_caches(made))
 
     def random(self, shape: Sequence[int]) -> Tensor:
         """Return normal random numbers in the device and dtype of the runs."""

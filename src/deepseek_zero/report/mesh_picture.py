@@ -117,11 +117,10 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
     size = max(LEAST_POINTS, min(9.0, MESH_POINTS / (widest + 1.2) / (0.62 * digits + 0.4)))
     for place in places:
         is_own = place.rank == mesh.rank
-        colour, ink, weight = (BLUE, "white", "bold") if is_own else (FAINT, INK, "normal")
         panel.broken_barh(
             [(place.column - 0.46, 0.92)],
             (place.row - 0.42, 0.84),
-            facecolor=colour,
+            facecolor=BLUE if is_own else FAINT,
             edgecolor="white",
             linewidth=1.0,
         )
@@ -131,9 +130,9 @@ def draw_mesh(panel: Any, mesh: Mesh) -> None:
             str(place.rank),
             ha="center",
             va="center",
-            color=ink,
+            color="white" if is_own else INK,
             fontsize=size,
-            fontweight=weight,
+            fontweight="bold" if is_own else "normal",
         )
     _write_columns(panel, mesh, right, places)
     rows = sorted({place.row for place in places})

@@ -188,7 +188,8 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     else:
         found.add_weights(first["module"], leave_out=buffers)
         if optimizers:
-            _add_flat(found, first["param_shapes"], optimizers)
+            groups = _add_flat(found, first["param_shapes"], optimizers)
+            found.manifest.extra["groups"] = groups
         elif first.get("optimizer"):
             _add_replicated(found, first["optimizer"], trained, _identity(first))
     return _completed(found, first, optimizers)
@@ -389,8 +390,8 @@ def _add_flat(
     shapes: Sequence[State],
     optimizers: Sequence[State],
     elsewhere: Collection[str] = (),
-) -> None:
-    """Add main weights and states of stages 1 and 2.
+) -> list[list[str]]:
+    """Add main weights and states of stages 1 and 2, and return the names by group.
 
     Rank r has the r-th part of each group's flat tensor.
 
@@ -400,11 +401,12 @@ def _add_flat(
         optimizers: Optimizer state dicts by rank.
         elsewhere: Names that an earlier stage of the pipeline has already added.
     """
+    groups = []
+    gaps = optimizers[0].get("param_alignment_paddings")
     for number, of_group in enumerate(shapes):
-        gaps = optimizers[0].get("param_alignment_paddings")
         paddings = gaps[number] if gaps is not None else ()
         ranges = flat_ranges({name: prod(shape) for name, shape in of_group.items()}, paddings)
-        found.manifest.extra["groups"].append(list(ranges))
+        groups.append(list(ranges))
         new = {name: ranges[name] for name in ranges if name not in elsewhere}
         for name in new:
             dtype = optimizers[0]["single_partition_of_fp32_groups"][number].dtype
@@ -418,6 +420,7 @@ def _add_flat(
             low = rank * size
             spans = flat_spans(new, low, low + part.numel())
             _add_spans(found, spans, part, _states(optimizer, number))
+    return groups
 
 
 Spans = dict[str, tuple[slice, int]]  # elements of a parameter, and their offset in a flat tensor
@@ -562,10 +565,8 @@ def _read_pipeline(
         of_stage = [each["optimizer_state_dict"] for each in files]
         by_stage.append(of_stage)
         if of_stage:
-            found.manifest.extra["groups"] = []
             added = {name for names in groups for name in names}
-            _add_flat(found, model["param_shapes"], of_stage, added)
-            of_groups = found.manifest.extra["groups"]
+            of_groups = _add_flat(found, model["param_shapes"], of_stage, added)
             groups += [[] for _ in of_groups[len(groups) :]]
             for names, more in zip(groups, of_groups, strict=True):
                 names += [name for name in more if name not in names]
