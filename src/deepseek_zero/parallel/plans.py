@@ -513,7 +513,7 @@ def _cut_region(
     narrow = min(widths)
     if head_dim is not None and narrow % head_dim:
         _take_apart(plan, region, f"a projection of {narrow} is not one of heads of {head_dim}")
-        return
+        return False
     if head_dim is not None:
         kv_heads = narrow // head_dim
         query, key = _head_shares(inputs // head_dim, kv_heads, plan.ranks, row.name)
