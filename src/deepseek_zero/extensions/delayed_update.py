@@ -76,7 +76,7 @@ class DelayedGradient(GradSum):
             self.buffer = theirs
             other.buffer = mine
         else:
-            left = theirs.shard(self.group.comm_ctx.comm.rank).split(_TILE_NUMEL)
+            left = theirs.slice_of(self.group.comm_ctx.comm.rank).split(_TILE_NUMEL)
             for one, another in zip(left, mine.load().split(_TILE_NUMEL), strict=True):
                 held = one.clone()
                 one.copy_(another)

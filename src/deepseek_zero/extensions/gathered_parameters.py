@@ -365,7 +365,7 @@ def set_full_values(group: ParamGroup, full: Tensor) -> None:
     group.weight_gather.changed()
     rank = group.comm_ctx.comm.rank
     low, high = group.layout.bounds(rank)
-    old = group.weight.shard(rank)
+    old = group.weight.slice_of(rank)
     mine = full[low:high].to(old.device)
     master = group.master
     if master is not None and not group.plan.master_is_weight:

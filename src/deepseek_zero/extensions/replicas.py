@@ -71,7 +71,7 @@ class SumOverReplicas(GradReduction):
     def _add_replicas(self, buffer: FlatBuffer, what: str) -> Pending:
         comm_ctx = self.group.comm_ctx
         outer = replace(self.outer, bucket_numel=comm_ctx.bucket_numel)
-        pending = all_reduce(buffer.shard(comm_ctx.comm.rank), outer, what)
+        pending = all_reduce(buffer.slice_of(comm_ctx.comm.rank), outer, what)
         if not self.group.plan.sums_to_all or comm_ctx.comm.size == 1:
             return pending
         route = comm_ctx.route

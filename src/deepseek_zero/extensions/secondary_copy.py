@@ -83,7 +83,7 @@ class SecondaryCopy(WeightGather):
         return self.first.gather(whole, what).then(lambda: self._keep(target))
 
     def _keep(self, whole: FlatBuffer) -> None:
-        self.buffer.memory.copy_(whole.shard(self.comm_ctx.comm.rank))
+        self.buffer.memory.copy_(whole.slice_of(self.comm_ctx.comm.rank))
 
     def changed(self) -> None:
         self.is_current = False

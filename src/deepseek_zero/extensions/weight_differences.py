@@ -123,14 +123,14 @@ def send_differences(
     assert target.spec.wire is not None
     message = CodedMessage.of(target.memory, target.spec.wire, pool)
     lacking = pool.take(numel, torch.float32)
-    lacking.copy_(source.read(0, numel)).sub_(target.shard(comm.rank))
+    lacking.copy_(source.read(0, numel)).sub_(target.slice_of(comm.rank))
     message.encode(lacking, comm.rank * numel)
     pool.give(lacking)
     pending = comm_ctx.route.all_gather(message.memory, "gather", comm_ctx, what)
 
     def add() -> None:
         for rank in range(comm.size):
-            message.add(rank * numel, target.shard(rank))
+            message.add(rank * numel, target.slice_of(rank))
         message.arrived()
 
     return pending.then(add)

@@ -233,7 +233,7 @@ class FlatBuffer:
         """
         return FlatBuffer(self.layout, Spec(R, self.spec.dtype), memory, coded_as=coded_as)
 
-    def shard(self, rank: int) -> Tensor:
+    def slice_of(self, rank: int) -> Tensor:
         """Return a flat view of the slice of a rank."""
         if self.spec.placement is S:
             return self.load()

@@ -187,6 +187,6 @@ def gather_message(
         pending = comm_ctx.route.all_gather(message.memory, "gather", comm_ctx, what)
 
     def decode() -> None:
-        message.decode_slices([target.shard(rank) for rank in range(comm.size)])
+        message.decode_slices([target.slice_of(rank) for rank in range(comm.size)])
 
     return pending.then(decode)

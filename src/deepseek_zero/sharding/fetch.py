@@ -37,7 +37,7 @@ def fetch_into(
 
     def start() -> Pending:
         here = storage.read(0, numel)
-        own = target.shard(comm_ctx.comm.rank)
+        own = target.slice_of(comm_ctx.comm.rank)
         with comm_ctx.copy_engine.h2d(storage) as copy_event:  # copies to the device
             for part in parts_in_lock_ranges(here):
                 own[part].copy_(here[part], non_blocking=True)

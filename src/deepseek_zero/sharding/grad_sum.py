@@ -175,7 +175,7 @@ class GradSum:
         buffer = self.ensure()
         if self.group.plan.sums_to_all:
             return buffer.memory
-        return buffer.shard(self.group.comm_ctx.comm.rank)
+        return buffer.slice_of(self.group.comm_ctx.comm.rank)
 
     def reduced(self) -> Tensor | None:
         """Return a flat view as `own`; None if no gradient has been reduced."""

@@ -243,7 +243,7 @@ class Gradient:
     def _summed_part(self, partial: FlatBuffer) -> FlatBuffer:
         """Return the part of a partial gradient that its sum overwrites (stages 0 and 1)."""
         is_whole = self.group.plan.sums_to_all and self.reduction.sums_all
-        memory = partial.memory if is_whole else partial.shard(self.group.comm_ctx.comm.rank)
+        memory = partial.memory if is_whole else partial.slice_of(self.group.comm_ctx.comm.rank)
         spec = replace(partial.spec, placement=R if is_whole else S)
         return FlatBuffer(partial.layout, spec, memory)
 

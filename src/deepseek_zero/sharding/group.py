@@ -68,7 +68,7 @@ class Group:
     @property
     def own_weight(self) -> Tensor:
         """Return this rank's slice of the weight, flat."""
-        return self.weight.shard(self.comm_ctx.comm.rank)
+        return self.weight.slice_of(self.comm_ctx.comm.rank)
 
     def refuse_offloaded_weight(self) -> None:
         """Raise `UsageError` if `engine.offload_states` has moved the weight away."""

@@ -71,16 +71,16 @@ def build_states(group: ParamGroup) -> None:
     full = FlatBuffer(group.layout, replace(plan.weight.gathered(), dtype=built), values)
     _broadcast_from_first(full, comm, f"values of {name}", only_own=group.is_sharded)
     if group.layout.padded_numel:
-        own = full.shard(comm.rank) if group.is_sharded else full.memory
+        own = full.slice_of(comm.rank) if group.is_sharded else full.memory
         group.gradient.reduction.copy_from_first(own, f"replicas of {name}")
         del own  # the pool drops a buffer that is still viewed
     allocate_weight(group, name)
     with group.weight.writing(0, group.weight.numel) as own:
-        values = full.memory if plan.weight.placement is R else full.shard(comm.rank)
+        values = full.memory if plan.weight.placement is R else full.slice_of(comm.rank)
         cast_master(values, own)
     group.master = build_master(group)
     if group.master is not None and not plan.master_is_weight:
-        values = full.memory if group.master.placement is R else full.shard(comm.rank)
+        values = full.memory if group.master.placement is R else full.slice_of(comm.rank)
         group.master.write_consuming(0, values.numel(), values)
     del values
     group.comm_ctx.pool.give(full.memory)
@@ -120,7 +120,7 @@ def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
 
 def _broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
     """Copy rank 0's values of a whole buffer, or only each rank's slice of it. Collective."""
-    slices = [full.shard(rank) for rank in range(comm.size)]
+    slices = [full.slice_of(rank) for rank in range(comm.size)]
     scatter(comm, slices, slices[comm.rank], what)
     if not only_own:
         comm.all_gather(full.memory, "gather", what).wait()

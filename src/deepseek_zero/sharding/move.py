@@ -57,12 +57,12 @@ def move(
         case Movement.REDUCE_SCATTER:
             return _ReduceScatter(source, target, comm_ctx, what, add=add).start()
         case Movement.ALL_REDUCE:
-            own = target.shard(comm_ctx.comm.rank)
+            own = target.slice_of(comm_ctx.comm.rank)
             total = FlatBuffer(target.layout, replace(target.spec, placement=S), own)
             reduction = _ReduceScatter(source, total, comm_ctx, what, add=add).start()
             return reduction.then(lambda: _all_gather(own, target, comm_ctx, what).wait())
         case Movement.LOCAL_SLICE:
-            target.load().copy_(source.shard(comm_ctx.comm.rank))
+            target.load().copy_(source.slice_of(comm_ctx.comm.rank))
         case Movement.NOTHING:
             target.load().copy_(source.load())
     return DONE
@@ -73,7 +73,7 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
     comm = comm_ctx.comm
     if target.coded_as is not None and comm.size > 1:
         return gather_coded(own, target, target.coded_as, comm_ctx, what)
-    into = target.shard(comm.rank)
+    into = target.slice_of(comm.rank)
     if into.data_ptr() != own.data_ptr():
         into.copy_(own)
     if comm.size == 1:
@@ -164,7 +164,7 @@ class _ReduceScatter:
         pieces = [self._sent.piece(start, start + high - low) for start in starts]
         if self._sent.is_lent:
             for rank, (start, piece) in enumerate(zip(starts, pieces, strict=True)):
-                self._sent.write(self.source.shard(rank)[low:high], piece, start)
+                self._sent.write(self.source.slice_of(rank)[low:high], piece, start)
         return pieces
 
     def _send_all(self) -> None:

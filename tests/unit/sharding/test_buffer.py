@@ -193,9 +193,12 @@ def test_a_partial_gradient_is_reduced_in_place(reads_in_place: bool) -> None:
         held = values(rank.index, layout.padded_numel, FP32)
         source = FlatBuffer(layout, Spec(P, FP32), held)
         move(
-            source, FlatBuffer(layout, Spec(S, FP32), source.shard(rank.index)), context(rank), "it"
+            source,
+            FlatBuffer(layout, Spec(S, FP32), source.slice_of(rank.index)),
+            context(rank),
+            "it",
         ).wait()
-        return source.shard(rank.index).clone()
+        return source.slice_of(rank.index).clone()
 
     numel = layout_over(3).padded_numel
     expected = plain_sum([values(rank, numel, FP32) for rank in range(3)], 1.0, FP32)

@@ -186,7 +186,7 @@ def test_one_parameter_is_written_on_all_ranks(stage: int, size: int) -> None:
 def test_a_refresh_sends_the_updated_slices_to_every_rank(stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
-        group.weight.shard(rank.index).add_(rank.index + 1.0)
+        group.weight.slice_of(rank.index).add_(rank.index + 1.0)
         group.refresh("it").wait()
         owner = torch.arange(group.layout.padded_numel) // group.layout.slice_numel + 1.0
         assert torch.equal(flat(shown(group)), flat(FIRST) + of_slots(group, owner))
