@@ -44,7 +44,7 @@ def be_a_rank(cell: str, steps: int) -> None:
     config = {**engine_settings(job, {"stage": 3}), "steps_per_print": None}
     engine: Any = dz.initialize(model=build_model(job.cell.shape), config=config)[0]
     watch, batches, step = (
-        engine.step_fields.stragglers,
+        engine.parts.step_fields.stragglers,
         Batches(job.cell, job.size, job.rank, job.size),
         engine_step(engine),
     )
