@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -234,16 +233,17 @@ class ZeroEngine(Exports, Engine):
             Every rank must call it, between two steps. It does not communicate.
         """
         whole_number("set_train_batch_size", "train_batch_size", train_batch_size, 1)
-        per_micro = self._batch.micro * self._batch.data_size
+        batch = self.config.batch
+        per_micro = batch.micro * batch.data_size
         if train_batch_size < per_micro or train_batch_size % per_micro:
             raise UsageError(
                 "Train batch size must be divisible by micro-batch data parallelism: "
-                f"{train_batch_size} is not a multiple of {per_micro} ({self._batch.micro} per "
-                f"rank x {self._batch.data_size} ranks).",
+                f"{train_batch_size} is not a multiple of {per_micro} ({batch.micro} per "
+                f"rank x {batch.data_size} ranks).",
                 "Only the number of micro-batches per step can change.",
                 f"choose a multiple of {per_micro}.",
             )
-        self._resize(self._batch.micro, train_batch_size // per_micro)
+        self._resize(batch.micro, train_batch_size // per_micro)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per micro-batch; the accumulation steps do not change.
@@ -260,7 +260,7 @@ class ZeroEngine(Exports, Engine):
             Every rank must call it, between two steps. It does not communicate.
         """
         whole_number("set_train_micro_batch_size", "micro_batch_size", micro_batch_size, 1)
-        self._resize(micro_batch_size, self._batch.accumulation)
+        self._resize(micro_batch_size, self.config.gradient_accumulation_steps)
 
     def _resize(self, micro: int, accumulation: int) -> None:
         if self.begun:
@@ -269,9 +269,8 @@ class ZeroEngine(Exports, Engine):
                 "Gradients already summed would be divided by the wrong number.",
                 "change it right after a step() that updated the weights.",
             )
-        before = self._batch
+        before = self.config.batch
         train = micro * accumulation * before.data_size
-        self._batch = replace(before, train=train, micro=micro, accumulation=accumulation, why="")
         self.parts.advice.batch = micro, accumulation
         changes = {
             "train_micro_batch_size_per_gpu": micro,
@@ -676,7 +675,7 @@ class ZeroEngine(Exports, Engine):
                 reduce_step(self.runtime.backward)
         self._count(taken)
         if is_managed:
-            self.micro_steps = (self.global_steps + 1) * self._batch.accumulation
+            self.micro_steps = (self.global_steps + 1) * self.config.gradient_accumulation_steps
         self._end_step(self.optimizer.update, {})
 
     # -- inspection

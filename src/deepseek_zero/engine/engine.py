@@ -75,7 +75,6 @@ class Engine(StandsForModule):
         # Iterates over `training_dataloader`, after its first use
         self.own_batches: Iterator[Any] | None = None
         self._stepped = False
-        self._batch = config.batch
         self.observer.planned(self.plan())
         self._loss_factor = loss_factor_of(parts.runtime)
         self._losses = Losses(parts.loss_checks.reached, self.observer.loss)
@@ -159,8 +158,9 @@ class Engine(StandsForModule):
             raise
         self._losses.differentiated(loss)
         self._backwards += 1
-        if scale_wrt_gas and self._batch.accumulation > 1:
-            return loss / self._batch.accumulation
+        accumulation = self.config.gradient_accumulation_steps
+        if scale_wrt_gas and accumulation > 1:
+            return loss / accumulation
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -202,7 +202,8 @@ class Engine(StandsForModule):
         self._stepped = False
         self._backwards = 0
         self.micro_steps += taken
-        self.global_samples += taken * self._batch.micro * self._batch.data_size
+        batch = self.config.batch
+        self.global_samples += taken * batch.micro * batch.data_size
 
     def _end_step(self, update: Callable[..., None], lr_kwargs: dict[str, Any]) -> None:
         """Update weights and learning rate by `update`, then run what follows a step."""
@@ -242,13 +243,13 @@ class Engine(StandsForModule):
             return self._boundary
         if not self.config.managed_gradient_accumulation:
             return True
-        return (self.micro_steps + 1) % self._batch.accumulation == 0
+        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
 
     @property
     def begun(self) -> int:
         """The number of micro-batches that the current accumulation already contains."""
         if self.config.managed_gradient_accumulation:
-            return self.micro_steps % self._batch.accumulation
+            return self.micro_steps % self.config.gradient_accumulation_steps
         return self._backwards
 
     # -- inspection

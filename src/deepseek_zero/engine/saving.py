@@ -96,7 +96,6 @@ class Trainer(Protocol):
     global_samples: int
     skipped_steps: int
     micro_steps: int
-    _batch: Batch
     _backwards: int
 
     @property
@@ -251,8 +250,8 @@ def save_checkpoint(
             "first micro-batch."
         )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
-    trainer["global_samples"] -= num_begun * engine._batch.micro * engine.mesh.data_size
-    trainer["batch"] = _sizes(engine._batch)
+    trainer["global_samples"] -= num_begun * engine.config.batch.micro * engine.mesh.data_size
+    trainer["batch"] = _sizes(engine.config.batch)
     trainer["ranks"] = {"data": engine.mesh.data_size, "model": engine.mesh.tp}
     trainer["scaler"] = (
         engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
@@ -477,7 +476,7 @@ def _restore_counters(
     optimizer = engine.optimizer
     for name in COUNTERS:
         setattr(engine, name, int(saved[name]))
-    engine.micro_steps = engine.global_steps * engine._batch.accumulation
+    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
     engine._backwards = 0  # the load has dropped their gradients
     engine.parts.saver.loaded_ranks = saved.get("ranks")
     _warn_of_other_batch(engine, saved.get("batch"))
@@ -514,7 +513,7 @@ def _restore_counters(
 
 def _warn_of_other_batch(engine: Trainer, saved: Mapping[str, Any] | None) -> None:
     """Warn if a step takes another number of samples than before the checkpoint."""
-    now = _sizes(engine._batch)
+    now = _sizes(engine.config.batch)
     if saved is None or saved["train"] == now["train"]:
         return
     before, after = (

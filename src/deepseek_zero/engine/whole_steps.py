@@ -48,7 +48,7 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
         Collective: every rank of the world must call it.
     """
     refuse_destroyed(engine.runtime, "train_batch")
-    accumulation = engine._batch.accumulation
+    accumulation = engine.config.gradient_accumulation_steps
     model = engine.module
     with propagate_errors(engine.runtime.comm):
         given = own_batches(engine) if data_iter is None else iterator_of("train_batch", data_iter)
@@ -76,7 +76,8 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
         loss = stages.train(micro_batches)
     engine.observer.loss(loss)
     # `step` counts the last micro-batch, so count the others here.
-    engine.global_samples += (accumulation - 1) * engine._batch.micro * engine.mesh.data_size
+    micro = engine.config.train_micro_batch_size_per_gpu
+    engine.global_samples += (accumulation - 1) * micro * engine.mesh.data_size
     engine.micro_steps += accumulation - 1
     Engine.step(engine)
     return loss
@@ -124,7 +125,7 @@ def evaluate(
     model = engine.module
     with propagate_errors(engine.runtime.comm):
         given = iterator_of("eval_batch", data_iter)
-    batches = taken(engine, given, many or engine._batch.accumulation)
+    batches = taken(engine, given, many or engine.config.gradient_accumulation_steps)
     stages = engine.parts.pipeline
     was_training = engine.training
     engine.eval()

@@ -84,7 +84,7 @@ class PipelineEngine(DeepSpeedEngine):
         Note:
             Collective: every rank must call it.
         """
-        data = self._read(data_iter, self._batch.accumulation, uses_loader=True)
+        data = self._read(data_iter, self.config.gradient_accumulation_steps, uses_loader=True)
         return train_batch(self, data)
 
     def eval_batch(  # type: ignore[override]
@@ -129,7 +129,7 @@ class PipelineEngine(DeepSpeedEngine):
         Note:
             Collective: every rank must call it.
         """
-        many = num_micro_batches or self._batch.accumulation
+        many = num_micro_batches or self.config.gradient_accumulation_steps
         found: Any = self._read(data_iter, many, uses_loader=self._batch_fn is not None)
         returns_outputs = not compute_loss and reduce_output is None
         keeps_outputs = return_logits or returns_outputs
@@ -258,7 +258,7 @@ class PipelineEngine(DeepSpeedEngine):
     @property
     def micro_batches(self) -> int:
         """Return the number of micro-batches per training step of one data-parallel rank."""
-        return int(self._batch.accumulation)
+        return self.config.gradient_accumulation_steps
 
     def is_first_stage(self) -> bool:
         """Return whether this rank computes the first pipeline stage."""
