@@ -37,7 +37,7 @@ class Step:
         self._measure = measure_of(self.runtime)
         self._idle = IdleReport(self.runtime)
         self._nonfinite = NonFiniteReport(shards)
-        self._follow_params()
+        self._restrict_norm()
 
     def run(self, message: Callable[[], StepMessage], number: int) -> StepResult:
         """Update the weights from the reduced gradients, as `ShardedOptimizer.update`.
@@ -50,7 +50,7 @@ class Step:
         shards.updater.guard.refuse_mixture()
         for policy in self.policies:
             policy.before_step()
-        self._follow_params()
+        self._restrict_norm()
         verdict = self._agree(message)
         is_idle = verdict.flags.is_idle and bool(self.runtime.trained_groups)
         if is_idle:
@@ -87,11 +87,11 @@ class Step:
             policy.after_step(result, rescale)
         return result
 
-    def _follow_params(self) -> None:
+    def _restrict_norm(self) -> None:
         """Restrict the gradient norm to the parameters that the optimizer updates."""
         updated = {id(param) for params in self.shards.params_by_group for param in params}
         for group in self.runtime.trained_groups:
-            group.follow_optimizer(updated)
+            group.restrict_norm(updated)
 
     def _agree(self, message: Callable[[], StepMessage]) -> Verdict:
         """Reduce the gradients that are left, and agree on the norm. Every rank must call it."""

@@ -92,7 +92,7 @@ class ParamGroup(AccessibleGroup):
         self.gradient.kept = self.parts.kept_gradients(self.gradient)
         self.grad_view = GradView(self.gradient)
 
-    def follow_optimizer(self, updated: Collection[int]) -> None:
+    def restrict_norm(self, updated: Collection[int]) -> None:
         """Restrict the gradient norm to parameters with these ids. Every rank must call it."""
         numbers = frozenset(
             number for number, member in enumerate(self.members) if id(member.param) not in updated
