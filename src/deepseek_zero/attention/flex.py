@@ -131,7 +131,7 @@ def _coarse(pattern: Pattern, variant: int, shape: AttentionShape) -> tuple[Tens
     """Return masks of the blocks of 128 x 128 that are seen at all, and seen whole."""
     offset = shape.keys - shape.queries
     layout = pattern.layout
-    begins = torch.arange(0, shape.keys, SIDE)
+    begins = torch.arange(0, shape.keys, SIDE, device="cpu")
     ends = (begins + SIDE).clamp(max=shape.keys)
     some = list[Tensor]()
     every = list[Tensor]()

@@ -100,8 +100,8 @@ class BlockLayout:
         Returns:
             A bool tensor of shape ``(stop - start, blocks)``, True for visible blocks.
         """
-        row = torch.arange(start, stop)[:, None]
-        column = torch.arange(blocks)[None]
+        row = torch.arange(start, stop, device="cpu")[:, None]
+        column = torch.arange(blocks, device="cpu")[None]
         seen = self._pairs(head, row, column, blocks)
         return seen & (column <= row) if self.is_causal else seen
 
@@ -218,7 +218,7 @@ class _WithRandomBlocks(BlockLayout):
         If the layout is causal, they are chosen from the blocks up to the row itself.
         """
         many = self.num_random_blocks
-        seen = torch.zeros(len(row), blocks, dtype=torch.bool)
+        seen = torch.zeros(len(row), blocks, dtype=torch.bool, device="cpu")
         if many:
             for place, number in enumerate(row.flatten().tolist()):
                 among = min(number + 1, blocks) if self.is_causal else blocks
@@ -262,7 +262,9 @@ class Variable(_WithRandomBlocks):
             size = self.local_window_blocks[min(len(ends), len(self.local_window_blocks) - 1)]
             ends.append((ends[-1] if ends else 0) + size)
         window = torch.bucketize(
-            torch.arange(max(blocks, int(row.max()) + 1)), torch.tensor(ends), right=True
+            torch.arange(max(blocks, int(row.max()) + 1), device="cpu"),
+            torch.tensor(ends, device="cpu"),
+            right=True,
         )
         near = window[row] == window[column]
         spans = _spans(self.global_block_indices, self.global_block_end_indices)
@@ -348,7 +350,9 @@ class Listed(BlockLayout):
         tokens_of_row: Number of queries of a row; None for the tokens of a block.
     """
 
-    seen: Tensor = field(default_factory=lambda: torch.ones(1, 1, 1, dtype=torch.bool))
+    seen: Tensor = field(
+        default_factory=lambda: torch.ones(1, 1, 1, dtype=torch.bool, device="cpu")
+    )
     sharing: int = 1
     tokens_of_row: int | None = None
 
@@ -487,7 +491,7 @@ def _global(
     """
     places = max(blocks, int(row.max()) + 1)
     beyond = places  # Start of a block without a span: greater than every row
-    begin = torch.full((places,), beyond)
+    begin = torch.full((places,), beyond, device="cpu")
     for start, stop in spans:
         begin[start:stop] = begin[start:stop].clamp(max=start)
     seen = row >= begin[column] if from_there else begin[column] < beyond

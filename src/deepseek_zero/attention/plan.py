@@ -135,11 +135,14 @@ class Mask:
     def seen(self) -> Tensor:
         """Return the mask as a bool of shape ``(queries, keys)``."""
         found = self._blocks()
-        place = torch.arange(self.queries, dtype=torch.int32)[:, None]
+        place = torch.arange(self.queries, dtype=torch.int32, device="cpu")[:, None]
         before = 0
         for length, offset in self.spans:
             if offset is not None:
-                away = torch.arange(offset, offset + length, dtype=torch.int32)[None] - place
+                away = (
+                    torch.arange(offset, offset + length, dtype=torch.int32, device="cpu")[None]
+                    - place
+                )
                 found[:, before : before + length] &= self.pattern.reaches(away)
             before += length
         return found
@@ -147,14 +150,16 @@ class Mask:
     def _blocks(self) -> Tensor:
         layout = self.pattern.layout
         if self.bits is None or layout is None:
-            return torch.ones(self.queries, self.keys, dtype=torch.bool)
+            return torch.ones(self.queries, self.keys, dtype=torch.bool, device="cpu")
         columns = []
         before = 0
         for (length, _), first in zip(self.spans, self.first_tokens, strict=True):
-            columns.append(torch.arange(first, first + length) // layout.block + before)
+            columns.append(
+                torch.arange(first, first + length, device="cpu") // layout.block + before
+            )
             before += (first + length - 1) // layout.block + 1
         bits = torch.frombuffer(bytearray(self.bits), dtype=torch.bool).view(-1, before)
-        tokens = torch.arange(self.first_token, self.first_token + self.queries)
+        tokens = torch.arange(self.first_token, self.first_token + self.queries, device="cpu")
         return bits.index_select(1, torch.cat(columns))[tokens // layout.query_block]
 
     def added(self, dtype: torch.dtype) -> Tensor:
@@ -500,15 +505,20 @@ def _blocks(
     assert rows.seen is not None
     seen = rows.seen[row - rows.first : end - rows.first, block:beyond]
     # A run of seen blocks begins and ends where consecutive blocks differ
-    zero = torch.zeros(1)
+    zero = torch.zeros(1, device="cpu")
     steps = torch.diff(seen.any(0).to(torch.int8), prepend=zero, append=zero)
     edges = steps.nonzero().view(-1, 2)
     runs = [(a + block, b + block) for a, b in edges.tolist()]
     spans = tuple((max(a * layout.block, first), min(b * layout.block, last)) for a, b in runs)
     bits = torch.cat([seen[:, a - block : b - block] for a, b in runs], 1) if runs else seen[:, :0]
     if ahead is not None and runs:
-        begins = torch.cat([torch.arange(a, b) for a, b in runs]) * layout.block
-        ends = torch.arange(row, end) * layout.query_block + layout.query_block - 1 + ahead
+        begins = torch.cat([torch.arange(a, b, device="cpu") for a, b in runs]) * layout.block
+        ends = (
+            torch.arange(row, end, device="cpu") * layout.query_block
+            + layout.query_block
+            - 1
+            + ahead
+        )
         bits = bits | (begins[None] > ends[:, None])
     return bits, spans
 
@@ -530,12 +540,15 @@ def whole_mask(pattern: Pattern, shape: AttentionShape) -> Tensor:
         A bool tensor of shape ``(heads, queries, keys)``, True for visible keys.
     """
     offset = shape.keys - shape.queries
-    away = torch.arange(shape.keys)[None] - torch.arange(offset, shape.keys)[:, None]
+    away = (
+        torch.arange(shape.keys, device="cpu")[None]
+        - torch.arange(offset, shape.keys, device="cpu")[:, None]
+    )
     seen = pattern.reaches(away).expand(shape.heads, -1, -1)
     layout = pattern.layout
     if layout is None:
         return seen
-    rows = torch.arange(offset, shape.keys) // layout.query_block
-    columns = torch.arange(shape.keys) // layout.block
+    rows = torch.arange(offset, shape.keys, device="cpu") // layout.query_block
+    columns = torch.arange(shape.keys, device="cpu") // layout.block
     table = layout.table(shape.first_head + shape.heads, shape.keys)[shape.first_head :]
     return seen & table[:, rows][:, :, columns]

@@ -65,7 +65,7 @@ def number_of_node(node: Any) -> int:
 def next_node_number() -> int:
     """Return the sequence number of the next node that this thread records."""
     with torch.inference_mode(False), torch.enable_grad():
-        node = torch.empty(0, requires_grad=True).view(0).grad_fn
+        node = torch.empty(0, requires_grad=True, device="cpu").view(0).grad_fn
     return number_of_node(node) + 1
 
 

@@ -204,8 +204,8 @@ def assemble(
     for low in range(start, stop, READ_NUMEL):
         high = min(stop, low + READ_NUMEL)
         wanted = boxes_of(part, low, high)
-        target = torch.zeros(high - low, dtype=known[0][0].dtype)
-        filled = torch.zeros(high - low, dtype=torch.bool)
+        target = torch.zeros(high - low, dtype=known[0][0].dtype, device="cpu")
+        filled = torch.zeros(high - low, dtype=torch.bool, device="cpu")
         for values, boxes in known:
             for here, there in itertools.product(wanted, boxes):
                 first = tuple(map(max, here.low, there.low))

@@ -768,7 +768,7 @@ def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tenso
         and not shard.group.plan.moments_external
     ):
         return before.view(-1)
-    return torch.empty(shard.numel, dtype=dtype)
+    return torch.empty(shard.numel, dtype=dtype, device="cpu")
 
 
 def _numbers(manifest: Manifest, names: list[str]) -> Plain:

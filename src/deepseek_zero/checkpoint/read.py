@@ -263,7 +263,7 @@ class LazyTensor:
 
         DeepSpeed's lazy tensors have a method of this name.
         """
-        whole = torch.empty(self.shape.numel(), dtype=self.dtype)
+        whole = torch.empty(self.shape.numel(), dtype=self.dtype, device="cpu")
         for low, part in self.parts():
             whole[low : low + part.numel()] = cast(part.reshape(-1), self.dtype)
         return whole.view(self.shape)

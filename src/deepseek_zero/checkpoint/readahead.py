@@ -80,7 +80,7 @@ class ReadRequest:
     def __init__(self, path: ReadPath) -> None:
         self.parts = list[ReadPart]()
         self._path = path
-        self._block = torch.empty(0)
+        self._block = torch.empty(0, device="cpu")
         self._job = Future[None]()
 
     def begin(self, pool: ThreadPoolExecutor, block: Tensor) -> None:

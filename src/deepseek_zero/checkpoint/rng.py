@@ -51,7 +51,7 @@ def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
 def _pack(numbers: list[int], gauss: float | None) -> Tensor:
     """Return the words of a generator and its cached normal value, if any, as one tensor."""
     bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
-    return torch.tensor([*numbers, gauss is not None, bits], dtype=torch.int64)
+    return torch.tensor([*numbers, gauss is not None, bits], dtype=torch.int64, device="cpu")
 
 
 def _unpack(packed: Tensor) -> tuple[list[int], float | None]:

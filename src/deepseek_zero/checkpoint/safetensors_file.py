@@ -295,7 +295,7 @@ class SafetensorsReader:
     def whole(self, name: str) -> Tensor:
         """Return a tensor in its own shape and dtype, read into new memory."""
         location = self.header.locations[name]
-        values = torch.empty(location.numel, dtype=location.dtype)
+        values = torch.empty(location.numel, dtype=location.dtype, device="cpu")
         offset = location.start
         left = values.view(torch.uint8).numpy().data
         while len(left):
@@ -319,7 +319,7 @@ class SafetensorsReader:
         """
         location = self.header.locations[name]
         if not location.numel:
-            return torch.empty(0, dtype=location.dtype)
+            return torch.empty(0, dtype=location.dtype, device="cpu")
         if self._map is None:  # private, so a write does not reach the file
             self._map = torch.frombuffer(
                 mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8

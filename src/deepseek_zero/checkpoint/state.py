@@ -416,7 +416,7 @@ def scalar_value(saved: Plain) -> Any:
     value = decode(saved["value"], {})
     if saved["dtype"] is None:
         return value
-    return torch.tensor(value, dtype=dtype_named(saved["dtype"]))
+    return torch.tensor(value, dtype=dtype_named(saved["dtype"]), device="cpu")
 
 
 def _unstorable(key: str, value: Any, name: str) -> CheckpointError:

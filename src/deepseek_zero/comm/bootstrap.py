@@ -124,7 +124,7 @@ def padded(payload: bytes, length: int) -> Tensor:
     Returns:
         A 1-D uint8 tensor on the CPU.
     """
-    row = torch.zeros(max(1, length), dtype=torch.uint8)
+    row = torch.zeros(max(1, length), dtype=torch.uint8, device="cpu")
     if payload:  # `frombuffer` refuses an empty buffer
         row[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     return row

@@ -440,7 +440,7 @@ class Comm:
         Note:
             Collective: every rank of the group must call it.
         """
-        table = torch.zeros(self.size, row.numel(), dtype=row.dtype)
+        table = torch.zeros(self.size, row.numel(), dtype=row.dtype, device="cpu")
         table[self.rank] = row
         self.meter.count("rows", row.nbytes * (self.size - 1), row.nbytes * len(self.inter_node))
         full = table.view(-1)
@@ -457,7 +457,7 @@ class Comm:
         Note:
             Collective: every rank of the group must call it.
         """
-        self.all_gather_rows(torch.zeros(1, dtype=torch.uint8), what)
+        self.all_gather_rows(torch.zeros(1, dtype=torch.uint8, device="cpu"), what)
 
     def all_gather_text(self, text: str, what: str) -> list[str]:
         """Return the texts of all ranks, by rank.
@@ -473,7 +473,7 @@ class Comm:
             Collective: every rank of the group must call it.
         """
         payload = text.encode()
-        lengths = self.all_gather_rows(torch.tensor([len(payload)]), what)[:, 0]
+        lengths = self.all_gather_rows(torch.tensor([len(payload)], device="cpu"), what)[:, 0]
         table = self.all_gather_rows(padded(payload, int(lengths.max())), what)
         return [
             row[:length].numpy().tobytes().decode()
@@ -538,7 +538,7 @@ def _agreed(
     ranks use different transports.
     """
     mine = [TRANSPORTS.index(transport), world.tags.free_slots(), nccl.free(), nccl.idle()]
-    table = comm.all_gather_rows(torch.tensor(mine), "a new engine's transport")
+    table = comm.all_gather_rows(torch.tensor(mine, device="cpu"), "a new engine's transport")
     if len(set(table[:, 0].tolist())) > 1:
         told = " and ".join(sorted({TRANSPORTS[int(each)] for each in table[:, 0]}))
         raise ModelMismatchError(

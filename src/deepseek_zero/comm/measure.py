@@ -61,6 +61,7 @@ def inter_node_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> 
         row = torch.tensor(
             [time.perf_counter() - began, len(comm.inter_node) * full.numel() / comm.size],
             dtype=torch.float64,
+            device="cpu",
         )
         table = comm.whole.all_gather_rows(row, what)
         seconds = float(table[:, 0].max())

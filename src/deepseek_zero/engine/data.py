@@ -70,13 +70,13 @@ class StepOrder:
     # them
     first: int = 0
     _epoch: int = 0
-    _order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    _order: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, whose number seeds the permutation."""
         if epoch != self._epoch:
             self._epoch = epoch
-            self._order = torch.empty(0, dtype=torch.int64)
+            self._order = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
     def order(self) -> Tensor:
@@ -88,9 +88,9 @@ class StepOrder:
         if len(self._order) != self.length:
             seed = torch.Generator().manual_seed(self._epoch)
             self._order = (
-                torch.randperm(self.length, generator=seed)
+                torch.randperm(self.length, generator=seed, device="cpu")
                 if self.shuffles
-                else torch.arange(self.length)
+                else torch.arange(self.length, device="cpu")
             )
         return self._order
 
@@ -112,7 +112,9 @@ class StepOrder:
         dealt = self.batch_size * self.shares
         own = range(self.first + self.share * self.batch_size, self._stop(self.first), dealt)
         for place in own:
-            yield order[torch.arange(place, place + self.batch_size) % self.length].tolist()
+            yield order[
+                torch.arange(place, place + self.batch_size, device="cpu") % self.length
+            ].tolist()
 
     def __len__(self) -> int:
         return self._stop(0) // (self.batch_size * self.shares)
@@ -291,7 +293,8 @@ class ShardedLoader:
             self.sampler.set_epoch(_OwnEpoch(self.epoch))
         self.samples = self._resume_at
         self._resume_at = 0
-        batches = iter(self._rest_of_epoch())
+        with torch.device("cpu"):  # DataLoader draws a number from its generator
+            batches = iter(self._rest_of_epoch())
         moved = (to_device(self._take(batch), self.device) for batch in batches)
         ahead = list(islice(moved, 1))
         while ahead:

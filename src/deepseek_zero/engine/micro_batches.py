@@ -74,7 +74,7 @@ def mean_of_ranks(losses: Sequence[Tensor], world: Comm, device: torch.device) -
         Collective: every rank of the world must call it.
     """
     own = sum(float(loss) for loss in losses) / len(losses)
-    mean = torch.tensor([own], dtype=torch.float64)
+    mean = torch.tensor([own], dtype=torch.float64, device="cpu")
     table = world.all_gather_rows(mean, "the losses of all ranks")
     return table.mean().float().to(device)
 

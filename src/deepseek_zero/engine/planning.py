@@ -78,7 +78,7 @@ def plan_run(
     placement = placement_settings_of(config)
     near = comm.outer is not None and comm.outer.reads_in_place
     if settings.secondary_ranks > 1:
-        row = torch.tensor([int(comm.shard.reads_in_place)])
+        row = torch.tensor([int(comm.shard.reads_in_place)], device="cpu")
         in_place = bool(comm.whole.all_gather_rows(row, "where weights are read").all())
         settings = with_useful_copies(settings, mesh, in_place=in_place)
     settings = with_order_of_sums(settings, mesh, comm.hosts.per_host, optimizer.cls)
@@ -134,7 +134,7 @@ def with_chosen_codes(
             "Set them with compression.weights.bits."
         )
     table = comm.whole.all_gather_rows(
-        torch.tensor([len(shard.inter_node)]), "ranks on other hosts"
+        torch.tensor([len(shard.inter_node)], device="cpu"), "ranks on other hosts"
     )
     if not int(table.min()):
         log_once(
@@ -146,7 +146,7 @@ def with_chosen_codes(
     choices = {state: choices_of(config)[state] for state in asked.left_open}
     codecs = list(dict.fromkeys(chain.from_iterable(choices.values())))
     own = [measured_rates(codec, mesh.device) for codec in codecs]
-    row = torch.tensor(own, dtype=torch.float64).view(-1)
+    row = torch.tensor(own, dtype=torch.float64, device="cpu").view(-1)
     least = comm.whole.all_gather_rows(row, "rates of codecs").amin(dim=0).view(-1, 2)
     rates = {
         codec: CodecRate(codec, *rate) for codec, rate in zip(codecs, least.tolist(), strict=True)
@@ -417,7 +417,9 @@ def free_budgets(placement: PlacementSettings, comm: Comm, device: torch.device)
         Tier.NVME: Disk.free_bytes(placement.path) // sharers if placement.path is not None else 0,
     }
     own = list((measured | _stated(placement)).values())
-    least = comm.all_gather_rows(torch.tensor(own), "free memory for states").amin(dim=0)
+    least = comm.all_gather_rows(torch.tensor(own, device="cpu"), "free memory for states").amin(
+        dim=0
+    )
     return dict(zip(measured, map(int, least), strict=True))
 
 

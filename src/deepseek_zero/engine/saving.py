@@ -168,7 +168,8 @@ class Saver:
         comm = self.current.contents.runtime.comm.whole
         if bool(
             comm.all_gather_rows(
-                torch.tensor([self.current.write.is_over]), "whether a checkpoint is written"
+                torch.tensor([self.current.write.is_over], device="cpu"),
+                "whether a checkpoint is written",
             ).all()
         ):
             self._commit()

@@ -360,7 +360,9 @@ class AdaptivePrecision(UpdatePolicy):
             Collective: every rank must call it.
         """
         runtime = self.runtime
-        rows = torch.tensor([_counts(unit) for unit in runtime.units], dtype=torch.float64)
+        rows = torch.tensor(
+            [_counts(unit) for unit in runtime.units], dtype=torch.float64, device="cpu"
+        )
         comm = comm_of_units(runtime)
         if comm.size > 1:
             found = comm.all_gather_rows(rows.reshape(-1), "what gradients show").view(

@@ -249,7 +249,7 @@ class GatheredParameters:
         changed += [
             shard.name_of(param) for param, shard in self.building if shard.is_changed(param)
         ]
-        row = torch.tensor([len(changed)])
+        row = torch.tensor([len(changed)], device="cpu")
         if int(comm.all_gather_rows(row, "changes in GatheredParameters").sum()):
             where = f", among {changed[0]}." if changed else " on another rank."
             raise UsageError(

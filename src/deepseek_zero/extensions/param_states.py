@@ -88,7 +88,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     for cover, view in _state_views(param, optim_state_key):
         full[cover.start : cover.stop].copy_(view)
         copied += view.numel()
-    row = torch.tensor([copied])
+    row = torch.tensor([copied], device="cpu")
     known = comm.all_gather_rows(row, what) if comm.size > 1 else row
     if not int(known.sum()):
         return None
@@ -121,7 +121,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     optimizer = _optimizer(owner, param)
     found = list(_state_views(param, optim_state_key))
     name = owner.name_of(param)
-    lacks = torch.tensor([len(list(_covers(optimizer, owner, name))) - len(found)])
+    lacks = torch.tensor([len(list(_covers(optimizer, owner, name))) - len(found)], device="cpu")
     if int(owner.comm_ctx.comm.all_gather_rows(lacks, f"{optim_state_key} of {name}").sum()):
         raise _no_state(optimizer, name, optim_state_key)
     for cover, view in found:

@@ -199,7 +199,7 @@ def _refuse_overlaps(places: Sequence[Place]) -> None:
         return
     low = min(place.start for place in places)
     high = max(place.stop for place in places)
-    owner = torch.full((high - low,), -1, dtype=torch.int32)
+    owner = torch.full((high - low,), -1, dtype=torch.int32, device="cpu")
     for number, place in enumerate(places):
         size = place.tensor.element_size()
         strides = (*(stride * size for stride in place.tensor.stride()), 1)

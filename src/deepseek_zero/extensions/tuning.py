@@ -125,7 +125,7 @@ class Tuner:
         )
         self._seen = totals
         own_share = waited / passed if passed > 0 else 0.0
-        row = torch.tensor([own_share], dtype=torch.float64)
+        row = torch.tensor([own_share], dtype=torch.float64, device="cpu")
         share = float(self.comm.all_gather_rows(row, "waits").max())
         old = knob.value
         if not knob.adjust(share):

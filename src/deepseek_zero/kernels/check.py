@@ -258,7 +258,7 @@ def fused_update(
         torch.from_numpy(each.copy()) for each in (arrays.main, arrays.gradient, *arrays.states)
     )
     common = {key: hypers[key] for key in ("lr", "weight_decay", "maximize")}
-    steps = [torch.tensor(float(step), dtype=torch.float32)]
+    steps = [torch.tensor(float(step), dtype=torch.float32, device="cpu")]
     if rule == "adam":
         fused = FUSED_UPDATES["AdamW" if hypers["decoupled_weight_decay"] else "Adam"]
         beta1, beta2 = hypers["betas"]

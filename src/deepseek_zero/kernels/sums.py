@@ -117,7 +117,7 @@ def sum_of_squares(values: Tensor, first: int, threads: int) -> float:
 
 def compile_squares(dtype: torch.dtype) -> None:
     """Compile the loop of `sum_of_squares` for large tensors of a dtype, if any."""
-    sum_of_squares(torch.zeros(LARGE, dtype=dtype), 0, 1)
+    sum_of_squares(torch.zeros(LARGE, dtype=dtype, device="cpu"), 0, 1)
 
 
 def _fits_loop(*tensors: Tensor) -> bool:
@@ -220,7 +220,7 @@ def _squares_by_arrays(values: Tensor, sums: NDArray[np.float64]) -> None:
     NumPy's calls cost less than torch's.
     """
     tile = max(1, min(_TILE, len(sums)))
-    wide = torch.empty(tile * BLOCK, dtype=torch.float64)
+    wide = torch.empty(tile * BLOCK, dtype=torch.float64, device="cpu")
     for low in range(0, len(sums), tile):
         high = min(low + tile, len(sums))
         numbers = wide[: (high - low) * BLOCK].copy_(values[low * BLOCK : high * BLOCK]).numpy()
@@ -288,7 +288,7 @@ def _sums_differ(
         found = torch.from_numpy(sample(kind, numel, random)).to(out_dtype)
         expected = found.clone()
         _add_by_loop(rows, found, divisor, add=add, threads=1)
-        scratch = torch.empty(numel, dtype=torch.float32)
+        scratch = torch.empty(numel, dtype=torch.float32, device="cpu")
         _add_by_torch(rows, expected, scratch, divisor, add=add)
         if not same_bits(found, expected):
             return True

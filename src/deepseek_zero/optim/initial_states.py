@@ -65,7 +65,7 @@ def makes_states(optimizer: Optimizer) -> bool:
         return bool(optimizer.state)
     if not optimizer.param_groups:
         return False
-    probe = {**optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(1))]}
+    probe = {**optimizer.param_groups[0], "params": [nn.Parameter(torch.zeros(1, device="cpu"))]}
     try:
         return bool(states_at_construction(optimizer, probe))
     except UsageError:  # the class cannot be built here, so assume that it makes no state

@@ -134,7 +134,7 @@ class NonFiniteReport:
         ]
         # The root comes last, so that a block is reported if possible
         orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]
-        row = torch.full((2,), NOT_FOUND)
+        row = torch.full((2,), NOT_FOUND, device="cpu")
         for k, unit in enumerate(seen):
             if unit is not None:
                 row[k] = orders[k].index(unit)

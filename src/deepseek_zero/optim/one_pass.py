@@ -38,7 +38,7 @@ from .moments import Moments
 from .param_overlap import overlaps_of
 
 _NOTHING: NDArray[Any] = np.zeros(0, np.int16)
-_ABSENT = torch.empty(0)
+_ABSENT = torch.empty(0, device="cpu")
 _STEP = "step"
 _COLUMNS = 5  # number of arrays that a kernel uses
 

@@ -58,5 +58,5 @@ class StepMessage:
         row = self.pack()
         if comm.size == 1:
             return self.unpack([row])
-        rows = comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), what)
+        rows = comm.all_gather_rows(torch.tensor(row, dtype=torch.float64, device="cpu"), what)
         return self.unpack(rows.tolist())

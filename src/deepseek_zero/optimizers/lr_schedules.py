@@ -815,11 +815,12 @@ def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, A
     This finds values that the class accepts but cannot compute with, before the training starts.
     """
     with undecorated():
-        stand_in = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        stand_in = torch.optim.SGD([torch.zeros(1, device="cpu")], lr=0.1)
     stand_in.defaults = dict(getattr(optimizer, "defaults", stand_in.defaults))
     # Schedules overwrite rates that are tensors in place, so the stand-in needs copies
     stand_in.param_groups = [
-        {name: _copied(value) for name, value in group.items()} | {"params": [torch.zeros(1)]}
+        {name: _copied(value) for name, value in group.items()}
+        | {"params": [torch.zeros(1, device="cpu")]}
         for group in optimizer.param_groups
     ]
     schedule = cls(stand_in, **settings)

@@ -225,7 +225,7 @@ class _Bench:
 
     def random(self, shape: Sequence[int]) -> Tensor:
         """Return normal random numbers in the device and dtype of the runs."""
-        made: Tensor = torch.randn(tuple(shape), generator=self._generator)
+        made: Tensor = torch.randn(tuple(shape), generator=self._generator, device="cpu")
         return made.to(self.device, self.dtype)
 
     def _value(self, name: str, param: Tensor) -> Tensor:
@@ -235,8 +235,8 @@ class _Bench:
         if param.dim() >= 2:
             return self.random(param.shape) / math.sqrt(param.shape[-1])
         near = self.holder.vectors.get(name)
-        mean = torch.ones(param.shape) if near is None else near.float().cpu()
-        spread = 1 + 0.3 * torch.rand(param.shape, generator=self._generator)
+        mean = torch.ones(param.shape, device="cpu") if near is None else near.float().cpu()
+        spread = 1 + 0.3 * torch.rand(param.shape, generator=self._generator, device="cpu")
         return (mean * spread).to(self.device, self.dtype) + 0.1 * self.random(param.shape)
 
     def _made(self, tensor: Tensor) -> Tensor:
@@ -353,9 +353,11 @@ class _Bench:
         if rank is not None:
             split = choice.part.weight if param.dim() > 1 else choice.part.side
             shape = split.local_shape(rank)
-        value = torch.zeros((), dtype=param.dtype)
+        value = torch.zeros((), dtype=param.dtype, device="cpu")
         if param.is_floating_point():
-            value = torch.full((), float("nan") if is_poisoned else 0.0, dtype=self.dtype)
+            value = torch.full(
+                (), float("nan") if is_poisoned else 0.0, dtype=self.dtype, device="cpu"
+            )
         return nn.Parameter(value.to(self.device).expand(shape), requires_grad=False)
 
     def _forward_of(

@@ -512,12 +512,12 @@ class _Shared:
         share = chunks.shape[2]
         counts = chunks.sum(2).cpu()
         is_ordered = bool((chunks[:, :, 1:] <= chunks[:, :, :-1]).all())
-        row = torch.cat((counts.T.flatten(), torch.tensor([int(is_ordered)])))
+        row = torch.cat((counts.T.flatten(), torch.tensor([int(is_ordered)], device="cpu")))
         table = self.group.comm.all_gather_rows(row, f"the ends of {len(counts)} sequences")
         order: list[int] = []
         for rank in range(self.group.size):
             order += places_of(self.attention, rank, self.group.size)
-        kept = table[:, :-1].reshape(len(order), -1)[torch.tensor(order).argsort()]
+        kept = table[:, :-1].reshape(len(order), -1)[torch.tensor(order, device="cpu").argsort()]
         follows = (kept[1:] == 0) | (kept[:-1] == share)
         if not bool(table[:, -1].all()) or not bool(follows.all()):
             raise _masked(
@@ -569,7 +569,7 @@ class _Shared:
         times the number of ranks. A rank without valid tokens, whose own mean is NaN, adds nothing.
         """
         own = [float((labels != IGNORED).sum()), float(loss.detach())]
-        row = torch.tensor(own, dtype=torch.float64)
+        row = torch.tensor(own, dtype=torch.float64, device="cpu")
         table = self.group.comm.all_gather_rows(row, "losses and their tokens")
         counts = table[:, 0]
         tokens = max(float(counts.sum()), 1.0)

@@ -38,7 +38,7 @@ class Streams:
         """Switch to this rank's own stream. This draws one number from the common stream."""
         if self._outside is not None:
             return
-        drawn = int(torch.randint(2**62, (1,)))
+        drawn = int(torch.randint(2**62, (1,), device="cpu"))
         self._outside = _generator_state(self.device)
         name = f"{drawn} {self.coordinate}".encode()
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
@@ -75,7 +75,7 @@ def align_generators(comm: Comm) -> None:
     """
     state = _generator_state(comm.device)
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8).digest()
-    own = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+    own = torch.tensor([int.from_bytes(digest, "little", signed=True)], device="cpu")
     digests = comm.all_gather_rows(own, "the states of generators")
     if bool((digests == digests[0]).all()):
         return

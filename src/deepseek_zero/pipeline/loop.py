@@ -308,7 +308,7 @@ class PlainLoop:
 
         Returns the loss of this rank's batch and the kind.
         """
-        row = torch.zeros(1 + len(given), dtype=torch.float64)
+        row = torch.zeros(1 + len(given), dtype=torch.float64, device="cpu")
         if not losses:
             row[-1] = _NOTHING
         else:
@@ -422,7 +422,7 @@ class PlainLoop:
 
     def _compare(self, applied: float, is_boundary: bool) -> None:
         """Raise UsageError on every rank if the ranks' backwards differ."""
-        row = torch.tensor([applied, float(is_boundary)], dtype=torch.float64)
+        row = torch.tensor([applied, float(is_boundary)], dtype=torch.float64, device="cpu")
         table = self.pipeline.gather_rows(row, "a backward")
         if not all(torch.equal(row, table[0]) for row in table) and not table.isnan().any():
             raise UsageError(

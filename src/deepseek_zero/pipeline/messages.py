@@ -380,8 +380,8 @@ def _packed(form: MessageForm, device: torch.device) -> Tensor:
             f"Their description has at most {HEADER_NUMEL} numbers.",
             "pass fewer tensors between stages: pack them into one.",
         )
-    header = torch.zeros(HEADER_NUMEL, dtype=torch.int64)
-    header[: len(numbers)] = torch.tensor(numbers)
+    header = torch.zeros(HEADER_NUMEL, dtype=torch.int64, device="cpu")
+    header[: len(numbers)] = torch.tensor(numbers, device="cpu")
     return header.to(device)
 
 

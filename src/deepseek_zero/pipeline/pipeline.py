@@ -409,7 +409,7 @@ class Pipeline:
 
     def _agree(self, losses: Sequence[Tensor] | None) -> Tensor:
         """Return the mean loss over micro-batches and last-stage ranks, on every rank."""
-        mean = torch.zeros(1, dtype=torch.float64)
+        mean = torch.zeros(1, dtype=torch.float64, device="cpu")
         if losses is not None:
             own = torch.stack([loss.detach().double().cpu() for loss in losses]).mean().reshape(1)
             mean = self.runtime.comm.all_gather_rows(own, "mean loss").mean().reshape(1)

@@ -263,7 +263,7 @@ class _Zeros:
     """
 
     def __init__(self) -> None:
-        self.zero = torch.zeros(())
+        self.zero = torch.zeros((), device="cpu")
         self._places: list[tuple[nn.Module, str, torch.Size]] = []
 
     def stand_for(self, module: nn.Module, key: str, param: nn.Parameter) -> None:

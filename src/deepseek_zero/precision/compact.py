@@ -151,7 +151,7 @@ class Float8Block:
     def table(self) -> Tensor:
         """Return the values of all 256 codes as a tensor."""
         negative = [-value for value in self.values] if self.is_signed else []
-        return torch.tensor(self.values + negative, dtype=torch.float32)
+        return torch.tensor(self.values + negative, dtype=torch.float32, device="cpu")
 
     def encode(
         self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None

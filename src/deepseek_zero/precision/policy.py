@@ -97,8 +97,8 @@ CAST_TILE = PerDevice(cpu=1 << 17, accelerator=1 << 24)
 # The bits of the only NaN in weights, main weights and optimizer states (docs/design/updates.md)
 CANONICAL_NAN = 0x7FC00000
 # Tensors, because torch creates one from a Python number in each call
-HALF = torch.tensor(0x8000, dtype=torch.int32)
-SIXTEEN = torch.tensor(16, dtype=torch.int32)
+HALF = torch.tensor(0x8000, dtype=torch.int32, device="cpu")
+SIXTEEN = torch.tensor(16, dtype=torch.int32, device="cpu")
 
 
 def cast_master(master: Tensor, weight: Tensor) -> None:

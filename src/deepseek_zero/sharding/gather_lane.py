@@ -71,8 +71,8 @@ class GatherLane:
         It is the order of the rank that used most units in the first step, followed by unused
         units.
         """
-        row = torch.full((len(self.units),), -1, dtype=torch.int64)
-        row[: len(self.recorded)] = torch.tensor(self.recorded, dtype=torch.int64)
+        unused = [-1] * (len(self.units) - len(self.recorded))
+        row = torch.tensor(self.recorded + unused, dtype=torch.int64, device="cpu")
         rows = self.comm.all_gather_rows(row, "order of units")
         fullest = int((rows >= 0).sum(dim=1).argmax())  # the first such rank
         used = [int(number) for number in rows[fullest] if number > 0]

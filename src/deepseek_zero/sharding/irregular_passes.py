@@ -184,7 +184,7 @@ def reduce_late(lane: ReduceLane) -> None:
     Note:
         Collective: every rank must call it if any rank has late gradients.
     """
-    mask = torch.zeros(len(lane.units), dtype=torch.uint8)
+    mask = torch.zeros(len(lane.units), dtype=torch.uint8, device="cpu")
     mask[list(lane.late)] = 1
     agreed = lane.comm.all_gather_rows(mask, "late gradients").amax(dim=0)
     for unit in lane.order:

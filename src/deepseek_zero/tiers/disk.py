@@ -149,7 +149,7 @@ class Disk(TierMemory):
             StorageError: The disk is full.
         """
         if not numel:
-            return HostStorage(torch.empty(0, dtype=dtype))
+            return HostStorage(torch.empty(0, dtype=dtype, device="cpu"))
         padded = rounded_up(numel * dtype.itemsize, PAGE)
         with _named(self, f"reserving {format_bytes(padded)} for {what}"):
             self.can_reserve &= _allocate(self.descriptor, self.reserved_bytes, padded)

@@ -97,7 +97,7 @@ class HostMemory(TierMemory):
             OutOfMemoryError: The system or CUDA cannot provide the pages.
         """
         if not numel:
-            return HostStorage(torch.empty(0, dtype=dtype))
+            return HostStorage(torch.empty(0, dtype=dtype, device="cpu"))
         nbytes = rounded_up(numel * dtype.itemsize, PAGE)
         is_locked = self.pinned and is_copied
         slab = self._mapped().get(is_locked)

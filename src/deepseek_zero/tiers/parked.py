@@ -119,7 +119,9 @@ class ParkedStorages:
         assert self._file is not None
         for part in values.split(_AT_ONCE):
             near = (
-                part if part.device.type == "cpu" else torch.empty(part.numel(), dtype=torch.uint8)
+                part
+                if part.device.type == "cpu"
+                else torch.empty(part.numel(), dtype=torch.uint8, device="cpu")
             )
             data = memoryview(near.numpy().data)
             read = 0

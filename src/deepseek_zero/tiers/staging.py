@@ -41,7 +41,7 @@ class StagingRing:
 
     def __init__(self, *, is_locked: bool) -> None:
         self._is_locked = is_locked
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._used: deque[_UsedRange] = deque()
         self._taken: dict[int, _UsedRange] = {}  # by address
         self._spare: dict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)  # by size

@@ -682,7 +682,7 @@ class StreamCopyEngine(CopyEngine):
 
     def to_host(self, values: Tensor) -> Tensor:
         """Return a copy of a flat device tensor in host memory, made through page-locked memory."""
-        found = torch.empty(values.shape, dtype=values.dtype)
+        found = torch.empty(values.shape, dtype=values.dtype, device="cpu")
         under_way: deque[tuple[Tensor, Tensor, CopyEvent]] = deque()
 
         def finish_oldest() -> None:

@@ -48,7 +48,7 @@ from .base import (
     poll_interval_of,
 )
 
-NO_BYTES = torch.empty(0, dtype=torch.uint8)
+NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 # A wait spins this long before it sleeps, because waking up costs about as much
 SPIN_SECONDS = 50e-6
 CONNECT_SECONDS = 30.0
@@ -167,7 +167,7 @@ class HostPages:
         with self._lock:
             self._unmap_forgotten()
             if not numel:
-                return torch.empty(0, dtype=dtype)
+                return torch.empty(0, dtype=dtype, device="cpu")
             segment = Segment.create(numel * dtype.itemsize)
             tensor = segment.map(0, numel, dtype)
             exported = self._exported[tensor.data_ptr()] = ExportedSegment(

@@ -103,7 +103,7 @@ class _CpuSteps(optim.Optimizer):
 
     def _update(self, group: Fields, param: Tensor, state: Fields) -> None:
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(
                     param, dtype=self._dtype(param), memory_format=torch.preserve_format

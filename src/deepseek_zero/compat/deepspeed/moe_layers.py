@@ -548,8 +548,8 @@ class MOELayer(nn.Module):
         self.ep_group_name = ep_group_name
         self.ep_size = ep_size
         self.num_local_experts = num_local_experts
-        self.l_aux = torch.zeros(())
-        self.exp_counts = torch.zeros(0)
+        self.l_aux = torch.zeros((), device="cpu")
+        self.exp_counts = torch.zeros(0, device="cpu")
 
     def forward(self, hidden: Tensor, used_token: Tensor | None = None) -> Tensor:
         """Route tokens to experts and combine the results.

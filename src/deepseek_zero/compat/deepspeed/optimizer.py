@@ -233,7 +233,9 @@ class NamedOptimizer(ShardedOptimizer):
             for number in range(len(self.shard_set.params_by_group))
         ]
         comm = self.runtime.comm_ctx.comm
-        rows = comm.all_gather_rows(torch.tensor(own, dtype=torch.float64), "norms of groups")
+        rows = comm.all_gather_rows(
+            torch.tensor(own, dtype=torch.float64, device="cpu"), "norms of groups"
+        )
         is_cut = any(
             group.plan.grad is not None and group.plan.grad.placement is S
             for group in self.runtime.groups
@@ -369,7 +371,7 @@ class NamedOptimizer(ShardedOptimizer):
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
     """Concatenate the elements of fp32 tensors, of which there may be none."""
-    return torch.cat([torch.zeros(0), *(each.reshape(-1) for each in tensors)])
+    return torch.cat([torch.zeros(0, device="cpu"), *(each.reshape(-1) for each in tensors)])
 
 
 class FlatStates:
@@ -538,8 +540,8 @@ def _state_of_nothing(optimizer: ShardedOptimizer, group: Mapping[str, Any]) -> 
 
     It is created by one step of a copy of the optimizer with a single element.
     """
-    one = nn.Parameter(torch.zeros(1))
-    one.grad = torch.zeros(1)
+    one = nn.Parameter(torch.zeros(1, device="cpu"))
+    one.grad = torch.zeros(1, device="cpu")
     kind: Any = type(optimizer.inner)
     try:
         copy = kind([{**group, "params": [one]}])

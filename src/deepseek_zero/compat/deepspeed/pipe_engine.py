@@ -172,7 +172,9 @@ class PipelineEngine(DeepSpeedEngine):
             found = list(islice(data, many))
         pipeline = self.parts.pipeline
         assert pipeline is not None
-        counts = pipeline.gather_rows(torch.tensor([len(found)]), "micro-batches of a call")
+        counts = pipeline.gather_rows(
+            torch.tensor([len(found)], device="cpu"), "micro-batches of a call"
+        )
         if int(counts.min()) == many:
             yield from found
 

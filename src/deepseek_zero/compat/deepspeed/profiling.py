@@ -194,7 +194,7 @@ def get_model_profile(
         UsageError: The model would be called without arguments.
     """
     if input_shape is not None:
-        like = next(model.parameters(), torch.empty(()))
+        like = next(model.parameters(), torch.empty((), device="cpu"))
         args = [torch.zeros(input_shape, dtype=like.dtype, device=like.device)]
     if not args and not kwargs:
         raise UsageError(

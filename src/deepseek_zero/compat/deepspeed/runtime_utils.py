@@ -261,7 +261,7 @@ def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
     """
     grads = [param.grad for param in _own(_each(parameters), mpu) if param.grad is not None]
     count = float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads))
-    zeros = torch.tensor(count, dtype=torch.float64)
+    zeros = torch.tensor(count, dtype=torch.float64, device="cpu")
     group = mpu.get_model_parallel_group() if mpu is not None else None
     return float(_sum_over(zeros, group))
 

@@ -232,7 +232,9 @@ class UlyssesSPDataLoaderAdapter:
             if not isinstance(value, Tensor) or value.shape[:2] != batch["input_ids"].shape:
                 continue
             if name == "position_ids":
-                found[name] = torch.cat((value, value[:, -1:] + torch.arange(1, missing + 1)), 1)
+                found[name] = torch.cat(
+                    (value, value[:, -1:] + torch.arange(1, missing + 1, device="cpu")), 1
+                )
             else:
                 found[name] = pad(
                     value, (0, 0) * (value.dim() - 2) + (0, missing), value=fills.get(name, 0)
@@ -280,7 +282,7 @@ def _from_bytes(row: bytes) -> Batch:
     values, shapes = json.loads(row[8:place])
     tensors: dict[str, Tensor] = {}
     for name, (dtype, shape) in shapes.items():
-        empty = torch.empty(shape, dtype=dtype_named(dtype))
+        empty = torch.empty(shape, dtype=dtype_named(dtype), device="cpu")
         if empty.numel():
             empty.view(-1).view(torch.uint8).copy_(
                 torch.frombuffer(bytearray(row[place : place + empty.nbytes]), dtype=torch.uint8)

@@ -65,7 +65,7 @@ class SparsityConfig:
         The last block may be shorter than the others.
         """
         blocks = math.ceil(seq_len / self.block)
-        return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64)
+        return torch.zeros(self.num_heads, blocks, blocks, dtype=torch.int64, device="cpu")
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
         """Copy the first head's layout to all heads in place, and return the layout.

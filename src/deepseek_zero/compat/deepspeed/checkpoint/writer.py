@@ -356,7 +356,7 @@ def _module(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> Order
         if name in source.manifest.buffers:
             found[name] = source.values.of_rank(name, rank).view(lazy.shape).clone()
         elif layout.stage == 3:
-            found[name] = torch.empty(0, dtype=_computes_in(lazy.dtype, layout))
+            found[name] = torch.empty(0, dtype=_computes_in(lazy.dtype, layout), device="cpu")
         else:
             found[name] = cast(lazy.contiguous().view(-1), _computes_in(lazy.dtype, layout)).view(
                 lazy.shape
@@ -376,7 +376,7 @@ def _frozen(source: OpenCheckpoint, layout: DeepSpeedTarget, name: str, rank: in
     own = dtype_named(facts["dtype"])
     cut = partition_slice(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
     length = -(-numel // layout.ranks) if layout.stage == 3 else numel
-    values = torch.zeros(length, dtype=_computes_in(own, layout))
+    values = torch.zeros(length, dtype=_computes_in(own, layout), device="cpu")
     for low, part in source.values.read(StateRange(WEIGHT, name, "", cut.start, cut.stop)):
         at = low - cut.start
         values[at : at + part.numel()] = cast(part.reshape(-1), values.dtype)
@@ -498,7 +498,7 @@ class _Vector:
             kind: WEIGHT or MOMENT.
             key: Name of the optimizer state; "" for weights.
         """
-        values = torch.zeros(self.numel, dtype=torch.float32)
+        values = torch.zeros(self.numel, dtype=torch.float32, device="cpu")
         for name, (cut, at) in self.here.items():
             _fill(self.source, (kind, name, key), cut, values[at:])
         return values

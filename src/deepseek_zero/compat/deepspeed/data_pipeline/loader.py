@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ....base.errors import UsageError
@@ -86,7 +87,9 @@ class CurriculumLoader(ShardedLoader):
                 "the curriculum has ended: all its epochs were used.",
                 fix=f"increase num_epochs in {WHERE.rsplit('.', 1)[0]}.",
             )
-        for batch in self.loader:
+        with torch.device("cpu"):  # as in the base class
+            batches = iter(self.loader)
+        for batch in batches:
             if self.post_process_func is not None:
                 batch = self.post_process_func(batch, self.data_sampler.state_dict())
             yield to_device(self._take(batch), self.device)
