@@ -5,6 +5,7 @@ Every layout that an engine can save to uses these classes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,15 @@ class Contents:
         optimizer: The optimizer, if any.
         trainer: Counters, loss scaler and schedule, as plain values and tensors.
         client: The caller's own plain values and tensors.
+        check_trainer: A load calls it with the saved `trainer` before it changes the engine. It
+            raises CheckpointError if the engine cannot take these values.
     """
 
     runtime: Runtime
     optimizer: ShardedOptimizer | None
     trainer: Plain = field(default_factory=dict)
     client: Any = None
+    check_trainer: Callable[[Plain], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,8 @@ def load_slices(directory: Path, tag: str, contents: Contents, settings: LoadSet
 
     def read_values() -> tuple[Plain, list[GroupStates] | None]:
         plain = plain_values(folder, manifest)
+        if contents.check_trainer is not None:
+            contents.check_trainer(plain["trainer"])
         rank = predecessor(manifest, runtime.plan.mesh)
         plain["client"] = client_of_rank(folder, manifest, rank or 0, plain["client"])
         if not checks_moments or optimizer is None:

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -265,6 +266,7 @@ def save_checkpoint(
     schedule = engine.lr_scheduler
     trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
     loader = engine.training_dataloader
+    trainer["has_own_loader"] = isinstance(loader, ShardedLoader)
     if isinstance(loader, ShardedLoader):  # only our own loader knows where the step began
         trainer["data"] = loader.state_dict(again=num_begun)
     else:
@@ -382,6 +384,8 @@ def load_checkpoint(
     verify = restore.verify and not is_verified
     moments = restore.moments and not restore.module_only
     contents = Contents(engine.runtime, engine.optimizer)
+    if not restore.module_only:
+        contents.check_trainer = partial(_refuse_other_loader, engine.training_dataloader)
 
     def name_of_layout() -> str:
         layout = layout_of(existing_folder(folder, chosen))
@@ -400,6 +404,23 @@ def load_checkpoint(
             engine, loaded, has_moments=restore.moments, has_schedule=restore.schedule
         )
     return str(loaded.folder), loaded.client
+
+
+def _refuse_other_loader(loader: Any, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a loader of the program would load the state of our own loader.
+
+    The opposite case is only a warning of our own loader, which then begins again.
+    """
+    is_own = isinstance(loader, ShardedLoader) or not hasattr(loader, "load_state_dict")
+    if not is_own and saved.get("has_own_loader"):
+        name = type(loader).__name__
+        raise CheckpointError(
+            "the checkpoint has the position of the loader that initialize returned, and "
+            f"engine.training_dataloader is of the class {name}.",
+            f"{name}.load_state_dict cannot read the state of another class.",
+            "pass the data to initialize as before, or set engine.training_dataloader after "
+            "load_checkpoint, which starts these data from their beginning.",
+        )
 
 
 def _is_inference(runtime: Runtime) -> bool:

@@ -16,6 +16,7 @@ from deepseek_zero.checkpoint.background_write import BackgroundWrite
 from deepseek_zero.checkpoint.convert import state_dict_of
 from deepseek_zero.compat.deepspeed.checkpoint import layout as deepspeed_layout
 from deepseek_zero.engine import saving
+from deepseek_zero.engine.data import ShardedLoader
 from deepseek_zero.extensions import AdaptivePrecision
 from deepseek_zero.utils import safe_get_full_optimizer_state
 
@@ -180,3 +181,21 @@ def test_the_state_dict_of_a_checkpoint_is_read_from_a_path_in_a_string(tmp_path
     assert set(state_dict_of(str(tmp_path))) == {"weight", "bias"}
     with pytest.raises(UsageError, match="state_dict_of"):
         state_dict_of(None)  # type: ignore[arg-type]
+
+
+def test_the_state_of_the_loader_is_checked_before_a_load_changes_weights(tmp_path: Path) -> None:
+    class Other:
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.place = state["place"]
+
+    engine = build()
+    engine.training_dataloader = ShardedLoader([torch.ones(4)], 1, engine.mesh)
+    engine.save_checkpoint(tmp_path)
+    engine.training_dataloader = Other()
+    with torch.no_grad():
+        param = next(iter(engine.module.parameters())).zero_()
+    with pytest.raises(CheckpointError, match="is of the class Other"):
+        engine.load_checkpoint(tmp_path)
+    assert not param.any()
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert param.any()
