@@ -8,6 +8,7 @@ submodules.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,8 +49,10 @@ class ForwardCost:
     model: nn.Module
     rows: dict[str, ModuleCost] = field(default_factory=dict)
     _hooks: list[Any] = field(default_factory=list)
-    # Operations and time at the start of the forward
-    _open: dict[str, tuple[int, float]] = field(default_factory=dict)
+    # Operations and time at the start of each running forward, outermost first
+    _open: defaultdict[str, list[tuple[int, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     _counter: FlopCounterMode | None = None
 
     def start(self) -> None:
@@ -79,17 +82,19 @@ class ForwardCost:
             row.seconds = 0.0
 
     def _on_forward_start(self, name: str, module: nn.Module, inputs: Any) -> None:
-        if not name:
+        if not name and self._counter is None:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
         # A module that is called outside the model's forward is not counted
         if self._counter is not None:
-            self._open[name] = self._counter.get_total_flops(), time.perf_counter()
+            self._open[name].append((self._counter.get_total_flops(), time.perf_counter()))
 
     def _on_forward_end(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._counter is None or name not in self._open:
+        if self._counter is None or not self._open[name]:
             return
-        flops, began = self._open.pop(name)
+        flops, began = self._open[name].pop()
+        if self._open[name]:  # The module has called itself
+            return
         self.rows[name].seconds += time.perf_counter() - began
         self.rows[name].flops += self._counter.get_total_flops() - flops
         if not name:

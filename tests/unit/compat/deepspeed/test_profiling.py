@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import deepseek_zero as dz
 from deepseek_zero.base.errors import UsageError
@@ -46,6 +47,22 @@ def test_the_profiler_counts_a_forward_by_module(capsys: pytest.CaptureFixture[s
     assert profiler.get_total_flops() == 2 * found[0] and profiler.get_total_duration() > 0
     profiler.end_profile()
     assert not model._forward_hooks and not model[0]._forward_hooks
+
+
+def test_a_module_that_calls_itself_is_counted_once() -> None:
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, calls: int = 2) -> torch.Tensor:
+            x = self.layer(x)
+            return self(x, calls - 1) if calls else x
+
+    for model in (Chain(), nn.Sequential(Chain())):
+        found = profiling.get_model_profile(model, (3, 4), print_profile=False, as_string=False)
+        assert found[0] == 3 * 2 * 3 * 4 * 4
+        assert not _get_current_dispatch_mode_stack()
 
 
 def test_timers_return_milliseconds(caplog: pytest.LogCaptureFixture) -> None:
