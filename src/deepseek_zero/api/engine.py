@@ -35,6 +35,7 @@ from ..engine.parts import Parts
 from ..engine.state_offload import KINDS, StateOffload
 from ..optim.inner_states import load_states
 from ..report.measure import MemoryReport
+from ..report.plots import require_matplotlib
 from ..sharding.irregular_passes import reduce_step
 from ..sharding.step_state import Phase
 
@@ -768,9 +769,13 @@ class ZeroEngine(Exports, Engine):
 
         Yields:
             A `report.MemoryTrace` that is filled while the block runs.
+
+        Raises:
+            NotBuiltError: `picture` is given, and matplotlib is not installed.
         """
         if picture is not None:
             path_of("memory_trace", "picture", picture)
+            require_matplotlib()  # before the block runs, not after it
         trace = traced(self.parts)
         with trace.recording():
             yield trace

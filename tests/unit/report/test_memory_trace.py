@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.report import plots
 from deepseek_zero.report.memory_trace import ACTIVATIONS, MemoryTrace
 
 WIDTH, ROWS = 64, 256
@@ -67,3 +68,12 @@ def test_a_trace_without_memory_is_not_drawn(tmp_path: Path) -> None:
             trace.draw(tmp_path / "memory.png")
         trace.sample()
     assert not (tmp_path / "memory.png").exists()
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_block(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    tracing = engine_of().memory_trace(tmp_path / "memory.png")
+    with pytest.raises(NotBuiltError, match="pip install matplotlib"), tracing:
+        pytest.fail("the block was run")
