@@ -427,22 +427,36 @@ class ZeroEngine(Exports, Engine):
         """
         self.parts.saver.finish()
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
         """Return the full state dict of the model on every rank.
 
         Args:
+            destination: A dict to which the tensors are added, and which is returned.
+            prefix: Text in front of each name.
+            keep_vars: Whether parameters that are not sharded are returned themselves.
             exclude_frozen_parameters: Whether to omit parameters that no pipeline stage trains.
 
         Returns:
-            Full tensors by the model's own names, without a prefix.
+            Full tensors by the model's own names.
 
         Note:
             Collective: every rank must call it.
         """
         frozen = frozen_names(self.runtime) if exclude_frozen_parameters else frozenset()
+        into: Any = destination
         with self.parts.state_dicts.gathering():
-            whole = self.module.state_dict()
-        return {name: value for name, value in whole.items() if name not in frozen}
+            whole: dict[str, Any] = self.module.state_dict(
+                destination=into, prefix=prefix, keep_vars=keep_vars
+            )
+        for name in frozen:
+            whole.pop(prefix + name, None)
+        return whole
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the full state dict, with "module." in front of each name.

@@ -184,6 +184,8 @@ class ShardedLoader:
         # Samples of this epoch that all ranks received, also before a restart
         self.samples = self._resume_at = 0
         self._samples_before = 0  # the same for the previous epoch
+        self.dataset = dataset
+        self.collate_fn = collate_fn
         self.sampler = sampler
         self._has_set_epoch = False  # whether this loader has set the epoch of a sampler
         if sampler is None and not isinstance(dataset, IterableDataset):
@@ -192,6 +194,7 @@ class ShardedLoader:
             self.sampler = StepOrder(
                 many, step_samples or self.dealt, batch_size, *shares, drop_last, shuffles
             )
+        self.data_sampler = self.sampler  # DeepSpeed's name
         self._indices = (
             None
             if isinstance(self.sampler, StepOrder) or self.sampler is None

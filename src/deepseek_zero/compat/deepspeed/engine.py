@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -47,6 +48,7 @@ from .before_initialize import asked_tp_size
 from .missing import ENGINE, engine_name_missing, missing_names
 from .module_copies import refuse_copies
 from .moe import has_moe_layers
+from .moe_layers import MoE
 from .parameters import show_ds_names
 
 # Imported for type checking only, because importing pydantic is slow.
@@ -240,6 +242,7 @@ KEYS = {
     "flops_profiler_output_file": "flops_profiler.output_file",
     "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
     "load_universal_checkpoint": "checkpoint.load_universal",
+    "zero_partial_offload": "zero_optimization.offload_optimizer.ratio",
 }
 
 # DeepSpeed's getter -> the feature that it reports as disabled, because it does not exist here
@@ -291,12 +294,23 @@ COMPUTED: dict[str, tuple[Callable[[Engine], Any], str]] = {
         lambda e: e._config.zero_optimization.offload_optimizer.device == "cpu",
         'Return whether `zero_optimization.offload_optimizer.device` is configured as "cpu".',
     ),
+    "zero_use_cpu_optimizer": (
+        lambda e: e._config.zero_optimization.offload_optimizer.device != "none",
+        "Return whether `zero_optimization.offload_optimizer` is enabled.",
+    ),
+    "postscale_gradients": (
+        lambda e: not e._config.prescale_gradients,
+        "Return whether gradients are divided after their reduction.",
+    ),
     "torch_autocast_dtype": (
         lambda e: e.runtime.settings.policy.autocast,
         "Return the dtype of `torch.autocast`, or None if it is off.",
     ),
     "get_data_types": (
-        lambda e: (e.runtime.settings.policy.compute, e.runtime.settings.policy.accumulate),
+        lambda e: (
+            e.runtime.settings.policy.compute or torch.float32,
+            e.runtime.settings.policy.accumulate,
+        ),
         "Return the dtypes of computation and of gradient accumulation.",
     ),
     "dynamic_loss_scale": (
@@ -479,6 +493,16 @@ ATTRIBUTES |= {
     "has_moe_layers": lambda e: has_moe_layers(e.module)[0],
     "sparse_tensor_module_names": lambda e: set(),
     "warn_unscaled_loss": lambda e: False,
+    "dist_backend": lambda e: dist.get_backend() if dist.is_initialized() else None,
+    "param_names": lambda e: {param: name for name, param in e.module.named_parameters()},
+    "num_experts": lambda e: [
+        each.num_experts for each in e.module.modules() if isinstance(each, MoE)
+    ],
+    "gradient_average": lambda e: True,
+    "enable_backward_allreduce": lambda e: True,
+    "expert_parallel_group": lambda e: {},
+    "expert_data_parallel_group": lambda e: {},
+    "_global_grad_norm": lambda e: e.get_global_grad_norm(),
     "loaded_checkpoint_dp_world_size": partial(_loaded_size, "data"),
     "loaded_checkpoint_mp_world_size": partial(_loaded_size, "model"),
 }

@@ -88,6 +88,31 @@ class _NoScale:
     last_overflow_iter = scale_factor = scale_window = min_loss_scale = None
 
 
+# DeepSpeed's attribute of the optimizer -> function of the engine
+SETTINGS: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda e: e.get_data_types()[0],
+    "gradient_accumulation_dtype": lambda e: e.get_data_types()[1],
+    "communication_data_type": lambda e: e.communication_data_type or e.get_data_types()[0],
+    "gradient_predivide_factor": lambda e: e.gradient_predivide_factor(),
+    "postscale_gradients": lambda e: e.postscale_gradients(),
+    "partition_gradients": lambda e: e.zero_optimization_partition_gradients(),
+    "contiguous_gradients": lambda e: e.zero_contiguous_gradients(),
+    "overlap_comm": lambda e: e.zero_overlap_comm(),
+    "reduce_scatter": lambda e: e.zero_reduce_scatter(),
+    "reduce_bucket_size": lambda e: e.zero_reduce_bucket_size(),
+    "allgather_bucket_size": lambda e: e.zero_allgather_bucket_size(),
+    "sub_group_size": lambda e: e.zero_sub_group_size(),
+    "cpu_offload": lambda e: e.zero_use_cpu_optimizer(),
+    "elastic_checkpoint": lambda e: e.zero_elastic_checkpoint(),
+    "dp_process_group": lambda e: e.data_parallel_group,
+    "real_dp_process_group": lambda e: [e.data_parallel_group for _ in e.optimizer.param_groups],
+    "has_moe_layers": lambda e: e.has_moe_layers,
+    "mpu": lambda e: e.mpu,
+    "module": lambda e: e.module,
+    "custom_loss_scaler": lambda e: False,
+    "external_loss_scale": lambda e: None,
+}
+
 # Parameter of the inner optimizer, its offset in the flat tensors of its group, its number of
 # elements
 _Span = tuple[nn.Parameter, int, int]
@@ -362,6 +387,30 @@ class NamedOptimizer(ShardedOptimizer):
                 found[-1][number] = list(range((end - numel) // size, -(-end // size)))
                 number += 1
         return found
+
+    # -- settings
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a setting of the run under DeepSpeed's name, as a row of `SETTINGS`."""
+        step = vars(self).get("take_step", lambda: None)()
+        if name in SETTINGS and isinstance(step, MethodType):
+            return SETTINGS[name](step.__self__)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first parameter group."""
+        rate: float = self.param_groups[0]["lr"]
+        return rate
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all parameter groups."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def refresh_fp32_params(self) -> None:
+        """Do nothing: the next step notices weights that a program has changed."""
+
+    update_lp_params = _restore_from_bit16_weights = refresh_fp32_params
 
     def _set_fp32_optimizer_param_groups(self) -> None:
         """Do nothing: the groups of `optimizer` always have its main weights."""

@@ -153,6 +153,8 @@ class PipelineEngine(DeepSpeedEngine):
         is_idle = data is None and not reads and self.training_dataloader is None
         if is_idle:
             data = repeat((None, None))
+        elif data is None and self.training_dataloader is None and self._batch_fn is not None:
+            data = repeat(None)  # as in DeepSpeed, the function makes or receives the batch
         elif data is None and uses_loader:
             with propagate_errors(self.runtime.comm):
                 data = own_batches(self)
@@ -202,7 +204,8 @@ class PipelineEngine(DeepSpeedEngine):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Set a function that converts each item of the data to (inputs, labels).
 
-        `train_batch` and `eval_batch` call it with each item that they read.
+        `train_batch` and `eval_batch` call it with each item that they read, or with None on a
+        rank of the first or last stage that has no data.
         """
         self._batch_fn = fn
 

@@ -582,6 +582,54 @@ def test_gradients_of_which_a_rank_has_all_elements_can_be_read() -> None:
         grad.view(-1)  # a change of the view would not be noticed
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_state_dict_of_the_module_takes_the_arguments_of_torch(stage: int) -> None:
+    engine = built(config(stage))
+    names = [name for name, _ in engine.module.named_parameters()]
+    engine.module.last.bias.requires_grad_(False)
+    into: dict[str, Any] = {"other": 1}
+    found = engine.module_state_dict(into, prefix="net.", exclude_frozen_parameters=True)
+    assert found is into
+    assert set(into) == {"other"} | {f"net.{name}" for name in names if name != "last.bias"}
+    kept = engine.module_state_dict(keep_vars=True)
+    assert kept["last.bias"].requires_grad is False
+    assert kept["first.weight"].requires_grad or stage == 3  # gathered values are copies
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_settings_are_attributes_of_the_engine_and_of_its_optimizer(stage: int) -> None:
+    given = config(stage, bf16={"enabled": True}, prescale_gradients=True)
+    engine = built(given)
+    optimizer = engine.optimizer
+    assert engine.get_data_types()[0] is optimizer.dtype is torch.bfloat16
+    assert optimizer.partition_gradients is (stage > 1) and not optimizer.postscale_gradients
+    assert optimizer.reduce_bucket_size == engine.zero_reduce_bucket_size()
+    assert optimizer.dp_process_group is engine.data_parallel_group is not None
+    assert optimizer.module is engine.module and not optimizer.cpu_offload
+    assert engine.param_names[engine.module.last.bias] == "last.bias"
+    assert engine.dist_backend == dist.get_backend() and engine.num_experts == []
+    assert not engine.zero_use_cpu_optimizer() and engine.zero_partial_offload() == 1.0
+    assert not hasattr(optimizer, "no_such_setting") and engine._global_grad_norm is None
+    optimizer.set_lr(0.25)
+    assert optimizer.get_lr() == 0.25 and engine.get_lr() == [0.25]
+    with torch.no_grad(), dz.zero.GatheredParameters(engine.module.last.bias, modifier_rank=0):
+        engine.module.last.bias.fill_(3.0)
+    optimizer.refresh_fp32_params()
+    optimizer.set_lr(0.0)
+    engine.backward(engine(torch.ones(2, HIDDEN, dtype=torch.bfloat16)))
+    engine.step()
+    assert engine.module_state_dict()["last.bias"].item() == 3.0
+
+
+def test_a_loader_has_the_attributes_of_deepspeeds() -> None:
+    engine = built(config(1))
+    samples = [torch.ones(HIDDEN) for _ in range(4)]
+    loader = engine.deepspeed_io(samples, collate_fn=torch.stack)
+    loader.data_sampler.set_epoch(2)
+    assert loader.dataset is samples and loader.collate_fn is torch.stack
+    assert loader.data_sampler.epoch == 2 and len(list(loader)) == len(loader) == 4
+
+
 @pytest.mark.parametrize("form", ["dict", "path"])
 def test_config_of_an_engine_is_the_dict_of_the_program(form: str, tmp_path: Path) -> None:
     given = config(1, gradient_accumulation_steps="auto")

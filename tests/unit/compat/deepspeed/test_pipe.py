@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,22 @@ def test_a_list_of_batches_is_refused_with_a_batch_function() -> None:
     engine.set_batch_fn(lambda batch: batch)
     with pytest.raises(UsageError, match="data_iter"):
         engine.train_batch([(torch.ones(1, 2), torch.ones(1, 2))])
+
+
+def test_a_batch_function_is_called_with_none_on_a_rank_without_data() -> None:
+    """Megatron's functions receive the batch from another tensor-parallel rank."""
+    module = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss())
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+    engine = deepseek_zero.initialize(model=module, config=config)[0]
+    seen = []
+
+    def received(batch: Any) -> Any:
+        seen.append(batch)
+        return torch.ones(1, 2), torch.ones(1, 2)
+
+    engine.set_batch_fn(received)
+    losses = [engine.train_batch(), engine.eval_batch(None)]
+    assert seen == [None, None] and all(torch.isfinite(loss) for loss in losses)
 
 
 def test_a_modules_stages_and_the_runs_are_the_same() -> None:

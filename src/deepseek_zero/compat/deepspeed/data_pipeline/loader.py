@@ -36,6 +36,7 @@ class CurriculumLoader(ShardedLoader):
         UsageError: The dataset is an IterableDataset.
     """
 
+    data_sampler: DeepSpeedDataSampler
     post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
 
     def __init__(
