@@ -38,9 +38,15 @@ def fetch_into(
     def start() -> Pending:
         here = storage.read(0, numel)
         own = target.slice_of(comm_ctx.comm.rank)
+        pending = None
         with comm_ctx.copy_engine.h2d(storage) as copy_event:  # copies to the device
             for part in parts_in_lock_ranges(here):
                 own[part].copy_(here[part], non_blocking=True)
+            if target.coded_as is None:
+                pending = gather(own)
+        if pending is None:
+            # The stream that computes encodes the slice, because it shares scratch memory
+            copy_event.wait_stream()
             pending = gather(own)
 
         def leave() -> None:

@@ -6,7 +6,9 @@ Ranks are threads. Also covered: sent bytes, resuming on another number of ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from deepseek_zero.checkpoint import load
 from deepseek_zero.compat.deepspeed.engine import DeepSpeedEngine
 from deepseek_zero.parallel.cuts import cut
 from deepseek_zero.precision.codecs import Blocks
+from deepseek_zero.sharding.coded_message import CodedMessage
+from deepseek_zero.tiers.tier import COMPLETED, CopyEngine, CopyEvent, Storage
 from tests import compositions
 from tests.compositions import DTYPES, Found, Here, Sizes, engines_of_threads
 from tests.in_process import Rank, run_ranks
@@ -257,6 +261,31 @@ def test_error_feedback_with_offloaded_states_equals_one_process(stage: int, kep
     reference = oracle(found, config, torch.bfloat16, seeded(), (None, Blocks(4, 128)), FeedingBack)
     reference.kept = kept
     assert_follows(found, reference)
+
+
+def test_a_slice_is_not_encoded_in_the_stream_of_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of a GPU do not wait for each other before they use the same scratch memory."""
+    copying = threading.local()
+    encoded: list[bool] = []
+    encode = CodedMessage.encode
+
+    @contextmanager
+    def h2d(engine: CopyEngine, storage: Storage) -> Iterator[CopyEvent]:
+        copying.now = True
+        yield COMPLETED
+        copying.now = False
+
+    def noted(message: CodedMessage, values: Tensor, low: int) -> None:
+        encoded.append(getattr(copying, "now", False))
+        encode(message, values, low)
+
+    monkeypatch.setattr(CopyEngine, "h2d", h2d)
+    monkeypatch.setattr(CodedMessage, "encode", noted)
+    codes = {"compression": {"min_numel": 0, "weights": {"bits": 8}}}
+    config = configured(3, **codes, **offload("cpu", weights=True))
+    with engines_of_threads() as here:
+        run_ranks(2, lambda rank: train_step(start(here, rank, config), rank, 0))
+    assert encoded and not any(encoded)
 
 
 def weights_of(engine: Any) -> dict[str, Tensor]:
