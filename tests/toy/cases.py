@@ -632,6 +632,7 @@ def faults_of_other_systems(path: Path) -> None:
     _loaded_weights_reach_main_weights(host)  # Megatron-Bridge#4082
     _pinned_weights_follow_updates(host)
     _skipped_steps_keep_weights(host)
+    _programs_change_gradients_on_the_host(host)
 
 
 def _gradients_are_read_before_their_copies(host: Zero) -> None:
@@ -721,6 +722,23 @@ def _skipped_steps_keep_weights(host: Zero) -> None:
         assert engine.optimizer.policy(SpeculativeUpdate).undone > 0, "no update in backward"
         assert_same(states_of(engine), expected, top)
         engine.destroy()
+
+
+def _programs_change_gradients_on_the_host(host: Zero) -> None:
+    """A program need not know where gradients are: they are shown on the device of the weights."""
+    found = []
+    for place in ({}, host):
+        engine = engine_of(3, place, bf16={"enabled": True}, gradient_clipping=0.0)
+        weight = engine.module.head.weight
+        engine.backward(loss_of(engine, 3))
+        norm = nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+        weight.grad = (weight.grad.float() * 0.5).bfloat16()
+        weight.grad.add_(weight, alpha=0.01)
+        assert norm.device == weight.grad.device == weight.device
+        engine.step()
+        found.append([norm.cpu(), *states_of(engine)])
+        engine.destroy()
+    assert_same(found[1], found[0], "changed gradients")
 
 
 def a_step_of_one_rank(path: Path) -> None:

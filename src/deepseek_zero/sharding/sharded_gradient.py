@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..base.device import is_traced, without_torch_function
+from ..base.device import CPU, is_traced, without_torch_function
 from ..base.errors import AtRestError
 from .sharded_parameter import (
     CONVERSIONS,
@@ -249,9 +249,9 @@ def _element_wise(
         if isinstance(value, ShardedParameter):
             if value is not param:
                 raise _mixed(param, value, name)
-            return gradients.weight_part(param, part)
+            return gradients.weight_part(param, part).to(part.values.device)
         if value.dim() == 0:
-            return value
+            return value.cpu() if part.values.device == CPU else value
         flat = value.detach().expand(shape).reshape(-1)
         return flat[part.start : part.start + part.values.numel()].to(part.values.device)
 
@@ -266,8 +266,12 @@ def _element_wise(
             ),
         )
         return args[0]
-    blank = torch.zeros((), dtype=result.dtype, device=result.device).expand(shape)
-    found = blank.as_subclass(ShardedGradient)
+    with without_torch_function():
+        # Offloaded elements are on the host, and the gradient is shown on the parameter's device
+        blank = torch.zeros((), dtype=result.dtype, device=first.device)
+        if name in CONVERSIONS:
+            blank = function(blank, *args[1:], **kwargs)
+        found = blank.expand(shape).as_subclass(ShardedGradient)
     found.__dict__["param"] = weakref.ref(param)
     found.__dict__["own"] = Part(result, part.start, part.is_whole)
     return found
@@ -336,8 +340,7 @@ def _norm(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) ->
         raise _unreadable(grad, f"{name} of a matrix with ord={order}")
     param, gradients, part = _known(grad, name)
     power = 2.0 if order in (None, "fro") else float(order)
-    found = gradients.norm(param, part, power)
-    return found.to(dtype) if dtype is not None else found
+    return gradients.norm(param, part, power).to(device=grad.device, dtype=dtype)
 
 
 def _mixed(param: nn.Parameter, other: Tensor, name: str) -> AtRestError:
