@@ -633,6 +633,7 @@ def faults_of_other_systems(path: Path) -> None:
     _pinned_weights_follow_updates(host)
     _skipped_steps_keep_weights(host)
     _programs_change_gradients_on_the_host(host)
+    _delayed_updates_leave_out_absent_gradients(places)
 
 
 def _gradients_are_read_before_their_copies(host: Zero) -> None:
@@ -739,6 +740,21 @@ def _programs_change_gradients_on_the_host(host: Zero) -> None:
         found.append([norm.cpu(), *states_of(engine)])
         engine.destroy()
     assert_same(found[1], found[0], "changed gradients")
+
+
+def _delayed_updates_leave_out_absent_gradients(places: dict[str, Zero]) -> None:
+    found = []
+    for name in ("states on the host", "all on the host"):
+        place = {**places[name], "offload_optimizer": {"device": "cpu", "delayed_update_after": 1}}
+        engine = engine_of(3, place)
+        train(engine, 2)
+        engine.backward(loss_of(engine, 2))
+        for param in engine.module.blocks[1].parameters():
+            param.grad = None
+        engine.step()
+        found.append(train(engine, 2, first=3) + states_of(engine))
+        engine.destroy()
+    assert_same(found[1], found[0], "absent")
 
 
 def a_step_of_one_rank(path: Path) -> None:

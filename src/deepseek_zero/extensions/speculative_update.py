@@ -224,7 +224,8 @@ class SpeculativeUpdate(UpdatePolicy):
         with outside_step(self.updater.guard, self._clock):
             while (tile := flow.next()) is not None:
                 for _, shard in tile:
-                    self.log.note(shard)
+                    if not shard.is_absent(decision.source):
+                        self.log.note(shard)
                 self.updater.update(tile, decision)
                 flow.release(tile)
 
