@@ -25,6 +25,7 @@ from deepseek_zero.base.given import did_you_mean
 from deepseek_zero.base.log import log_once
 from deepseek_zero.base.other_optimizers import OTHER_OPTIMIZERS
 
+from . import cpu_adam
 from .plain_steps import raw_step, undecorated
 
 Granularity = Literal["element", "row", "tensor"]
@@ -128,14 +129,13 @@ class _Named:
 # DeepSpeed's Adam and AdamW default to no decay, torch's AdamW to 0.01. "torch_adam" selects
 # torch's own defaults.
 _FUSED_ADAM = {"weight_decay": 0.0}
-_ADAM_ONLY = {"bias_correction": True}
 # Either value has the same effect: moments have their main weight's dtype, and gradients are freed
 # with the step
 _EITHER = frozenset({"fp32_optimizer_states", "set_grad_none"})
-_ADAM_SWITCHES = frozenset({"torch_adam", "adam_w_mode", "adamw_mode", *_EITHER})
+_ADAM_SWITCHES = frozenset({"torch_adam", "adam_w_mode", "adamw_mode", "bias_correction", *_EITHER})
 _NAMED: dict[str, _Named] = {
-    "adam": _Named(lambda: torch.optim.Adam, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
-    "adamw": _Named(lambda: torch.optim.AdamW, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
+    "adam": _Named(lambda: torch.optim.Adam, _FUSED_ADAM, {}, _ADAM_SWITCHES),
+    "adamw": _Named(lambda: torch.optim.AdamW, _FUSED_ADAM, {}, _ADAM_SWITCHES),
     "adagrad": _Named(lambda: torch.optim.Adagrad, {}, {"amsgrad": False}, _EITHER),
     "lion": _Named(lambda: optimizers.Lion, {}, {}, _EITHER),
     "lamb": _Named(
@@ -314,7 +314,10 @@ def _refuse_odd_switches(owner: str, named: _Named, params: Options) -> None:
 def _adam_class(key: str, params: Options) -> type[Optimizer]:
     """Return AdamW for the name AdamW or if the mode, which is on by default, is set."""
     decoupled = params.get("adam_w_mode", params.get("adamw_mode", True))
-    return torch.optim.AdamW if key == "adamw" or decoupled in (True, "auto") else torch.optim.Adam
+    is_decoupled = key == "adamw" or decoupled in (True, "auto")
+    if params.get("bias_correction") is False:
+        return cpu_adam.UncorrectedAdamW if is_decoupled else cpu_adam.UncorrectedAdam
+    return torch.optim.AdamW if is_decoupled else torch.optim.Adam
 
 
 def _without_deepspeed_names(owner: str, named: _Named, params: Options) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from ...base.errors import CheckpointError, NotBuiltError, UsageError
 from ...config.problems import lookup
 from ...config.raw_config import RawConfig
 from ...extensions.zero_init import InitShard
+from ...optimizers import cpu_adam
 from ...planner.auto_wrap_policy import full_precision_names
 from ...sharding.sharded_parameter import owner_of
-from . import cpu_adam
 
 _SUMS = "grad_accum_dtype"
 # DeepSpeed's default since 2026; this library's own default is no clipping.

@@ -17,8 +17,8 @@ from torch.optim import AdamW
 
 from ...base.errors import NotBuiltError, UsageError
 from ...optim.sharded import ShardedOptimizer
+from ...optimizers import cpu_adam
 from ...optimizers.registry import resolve_optimizer
-from . import cpu_adam
 
 
 class _Made(type):

@@ -1,6 +1,7 @@
 """DeepSpeed's Adam and AdamW for the CPU, with updates of subgroups.
 
-`ops.DeepSpeedCPUAdam` creates them. torch's kernel is used if moments are bias-corrected and have
+`deepspeed.ops.adam.DeepSpeedCPUAdam` creates them, and the registry creates those without bias
+correction. torch's kernel is used if moments are bias-corrected and have
 the dtype of their parameter.
 """
 
@@ -12,8 +13,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, optim
 
-from ...base.errors import UsageError
-from ...optimizers.common import Closure, evaluated
+from ..base.errors import UsageError
+from .common import Closure, evaluated
 
 Fields = dict[str, Any]  # of a parameter group, or of the state of a parameter
 
@@ -158,3 +159,15 @@ class Adam(_CpuSteps, optim.Adam):
 
 class AdamW(_CpuSteps, optim.AdamW):
     """Adam with decoupled weight decay."""
+
+
+class UncorrectedAdam(Adam):
+    """Adam without bias correction of the moments."""
+
+    bias_correction = False
+
+
+class UncorrectedAdamW(AdamW):
+    """AdamW without bias correction of the moments."""
+
+    bias_correction = False

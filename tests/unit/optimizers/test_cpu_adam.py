@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import deepseek_zero as dz
 from deepseek_zero.compat.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam
 
 
@@ -60,3 +61,28 @@ def test_cpu_adam_stores_moments_in_the_requested_dtype_with_optional_bias_corre
     with pytest.raises(RuntimeError, match="AMSGrad"):
         DeepSpeedCPUAdam([plain], amsgrad=True)
     assert FusedAdam([plain], 0.5, True, (0.8, 0.9)).defaults["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_adam_of_a_configuration_may_leave_out_the_bias_correction(
+    decoupled: bool, stage: int
+) -> None:
+    params = {"lr": 0.1, "weight_decay": 0.5, "adam_w_mode": decoupled, "bias_correction": False}
+    model = nn.Linear(3, 2)
+    starts = [param.detach().clone() for param in model.parameters()]
+    engine = dz.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam", "params": params},
+            "zero_optimization": {"stage": stage},
+        },
+    )[0]
+    engine.backward(engine(torch.ones(1, 3)).sum())  # every gradient is 1
+    engine.step()
+    for start, found in zip(starts, engine.module_state_dict().values(), strict=True):
+        grad = torch.ones_like(start) if decoupled else 1 + 0.5 * start
+        kept = start * (1 - 0.1 * 0.5) if decoupled else start
+        expected = kept - 0.1 * (0.1 * grad) / ((0.001 * grad.square()).sqrt() + 1e-8)
+        torch.testing.assert_close(found, expected)
