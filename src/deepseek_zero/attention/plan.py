@@ -9,7 +9,7 @@ structure here has queries x keys elements.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -328,8 +328,7 @@ def groups_of(
     shared = shape.heads // shape.key_heads
     variants = [pattern.variant(head + shape.first_head) for head in range(shape.heads)]
     tiles = {
-        variant: tuple(_merged(_tiles(pattern, variant, shape, tile)))
-        for variant in sorted({*variants})
+        variant: _merged(_tiles(pattern, variant, shape, tile)) for variant in sorted({*variants})
     }
     if len(tiles) == 1:
         return (HeadGroup(slice(None), slice(None), tiles[variants[0]], samples),)
@@ -380,18 +379,16 @@ def _slices(places: Sequence[int]) -> list[slice]:
     return [slice(places[0], places[-1] + 1, *steps)]
 
 
-def _merged(tiles: Sequence[AttentionTile]) -> Iterator[AttentionTile]:
+def _merged(tiles: Iterable[AttentionTile]) -> tuple[AttentionTile, ...]:
     """Merge consecutive equal tiles of one span into one tile with a count."""
-    last: AttentionTile | None = None
+    found: list[AttentionTile] = []
     for tile in tiles:
+        last = found[-1] if found else None
         if last is not None and len(last.spans) == 1 and tile == last.at(last.count):
-            last = replace(last, count=last.count + 1)
-            continue
-        if last is not None:
-            yield last
-        last = tile
-    if last is not None:
-        yield last
+            found[-1] = replace(last, count=last.count + 1)
+        else:
+            found.append(tile)
+    return tuple(found)
 
 
 def _tiles(pattern: Pattern, variant: int, shape: AttentionShape, size: int) -> list[AttentionTile]:

@@ -204,13 +204,12 @@ class Moments:
         """
         shard.group.guard.before_write()
         state = self._inner.state[shard.param]
-        missing = [name for name in names if state.get(name) is None]
         if not shard.group.plan.moments_external:
-            for name in missing:
-                state[name] = torch.zeros(
-                    shard.param.shape, dtype=torch.float32, device=shard.master.update_device
-                )
             for name in names:
+                if state.get(name) is None:
+                    state[name] = torch.zeros(
+                        shard.param.shape, dtype=torch.float32, device=shard.master.update_device
+                    )
                 if state[name].dtype != torch.float32 or state[name].numel() != shard.numel:
                     raise _changed_state(shard, name, state[name])
             self._count(shard, state)
@@ -220,7 +219,7 @@ class Moments:
             moment = self._moment(shard, name, torch.float32)
             own = moment.storage.write(shard.start, shard.stop)
             found.append(own)
-            if name in missing:
+            if state.get(name) is None:
                 if not moment.is_fresh or moment.storage.is_offloaded:
                     own.zero_()
                 state[name] = self._seen(shard, moment, own, shard.param.shape)
@@ -265,7 +264,9 @@ class Moments:
         # A checkpoint that is being written reads the state by this shard
         shard.group.guard.before_write()
         state = self._inner.state.pop(shard.param, None)
-        for part in into if state is not None else ():
+        if state is None:
+            return
+        for part in into:
             low = part.start - shard.start
             high = part.stop - shard.start
             own = self._inner.state[part.param] = {}

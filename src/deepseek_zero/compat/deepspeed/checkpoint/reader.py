@@ -305,10 +305,11 @@ def _optimizer_files(folder: Path, ranks: int, first: State, stage: int = 0) -> 
     Raises:
         CheckpointError: Some of the files are missing.
     """
-    named = {path: OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
-    numbered = {
-        int(found[1]): path for path, found in named.items() if found and int(found[2]) == stage
-    }
+    numbered = {}
+    for path in folder.iterdir():
+        found = OPTIMIZER_FILE.fullmatch(path.name)
+        if found and int(found[2]) == stage:
+            numbered[int(found[1])] = path
     if not numbered and first.get("param_shapes") is None:
         return []
     missing = sorted(set(range(ranks)) - set(numbered))
