@@ -181,6 +181,7 @@ def _block_mask(
     behind = pattern.behind
 
     def mask_mod(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether a query attends to a key; all arguments are indices."""
         place = query + offset
         seen = key >= 0
         if table is not None and layout is not None:

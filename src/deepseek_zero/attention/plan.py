@@ -148,6 +148,7 @@ class Mask:
         return found
 
     def _blocks(self) -> Tensor:
+        """Return which pairs the layout contains, as a bool of shape ``(queries, keys)``."""
         layout = self.pattern.layout
         if self.bits is None or layout is None:
             return torch.ones(self.queries, self.keys, dtype=torch.bool, device="cpu")
@@ -179,6 +180,7 @@ class _Masks:
         self._bytes = 0
 
     def of(self, mask: Mask, dtype: torch.dtype) -> Tensor:
+        """Return a mask as a tensor to add to scores, from the cache if it is there."""
         with self._lock:
             if (found := self._kept.get((mask, dtype))) is not None:
                 self._kept.move_to_end((mask, dtype))

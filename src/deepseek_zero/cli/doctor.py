@@ -191,7 +191,12 @@ def _memory() -> Finding:
     # each parameter.
     millions = int(free / 16 / 1e6)
     meaning = f"states of about {millions:,} million parameters (16 bytes each), before activations"
-    return Finding("memory", f"{free / GIB:.1f} GiB free of {total / GIB:.1f}", meaning, verdict)
+    return Finding("memory", _free_of(free, total), meaning, verdict)
+
+
+def _free_of(free: int, total: int) -> str:
+    """Return two numbers of bytes as text, in GiB."""
+    return f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
 
 
 def _cgroup_memory() -> Finding:
@@ -202,7 +207,7 @@ def _cgroup_memory() -> Finding:
         return Finding(name, "no limit", "neither by version 1 nor by version 2")
     return Finding(
         name,
-        f"{group.free / GIB:.1f} GiB free of {group.limit / GIB:.1f}",
+        _free_of(group.free, group.limit),
         f"version {group.version}; page-locked memory and the page cache count",
     )
 
@@ -300,6 +305,7 @@ def _formats(machine: NodeMachine) -> Findings:
 
 
 def _format(name: str, on_gpu: bool, gpu_has_it: bool, cpu_flags: list[str]) -> Finding:
+    """Report whether the GPUs, or the CPU without them, compute in a format."""
     if on_gpu:
         if gpu_has_it:
             return Finding(name, "yes", "in the GPU's hardware")
@@ -336,15 +342,12 @@ def _spaces() -> Findings:
 
 
 def _space(name: str, path: Path, least_gib: float, meaning: str) -> Finding:
+    """Report the free space at a path; less than `least_gib` is bad."""
     usage = shutil.disk_usage(path)
     verdict = Severity.GOOD if usage.free >= least_gib * GIB else Severity.BAD
-    short = "" if verdict is Severity.GOOD else f"; less than {least_gib:g} GiB is tight"
-    return Finding(
-        name,
-        f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f}",
-        f"{meaning}{short}",
-        verdict,
-    )
+    if verdict is Severity.BAD:
+        meaning += f"; less than {least_gib:g} GiB is tight"
+    return Finding(name, _free_of(usage.free, usage.total), meaning, verdict)
 
 
 def _open_files() -> Finding:

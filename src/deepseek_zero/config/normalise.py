@@ -512,6 +512,7 @@ def _mapping(value: Any) -> tuple[Values, str]:
 
 
 def _called(value: Any) -> str:
+    """Return a JSON name of the type of a value, for error messages."""
     words = {
         bool: "true or false",
         str: "a string",

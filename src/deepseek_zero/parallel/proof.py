@@ -645,11 +645,13 @@ def _take_splits(plan: ParallelPlan, holder: RegionHolder, found: Splits) -> Non
 
 
 def _described(holder: RegionHolder) -> str:
+    """Return the name and the class of a module."""
     kind = type(holder.template).__name__
     return f"'{holder.names[0] or kind}' ({kind})"
 
 
 def _refused(holder: RegionHolder, why: str) -> NotBuiltError:
+    """Create the error for a module that a rank would compute differently."""
     own = [
         name for name in holder.own_parameters() if name.rpartition(".")[0] not in holder.members
     ]
