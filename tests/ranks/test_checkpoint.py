@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -98,6 +99,7 @@ def test_ranks_with_folders_of_their_own_save_parts_of_one_checkpoint(tmp_path: 
     three.finish_saving()
     assert (own / "latest").exists() is (dist.get_rank() == 0)
     dist.barrier()
+    assert not (own / ".kept.replaced").exists()
     if dist.get_rank() == 0:
         shutil.copytree(tmp_path / "others", tmp_path / "first", dirs_exist_ok=True)
     dist.barrier()
@@ -105,6 +107,31 @@ def test_ranks_with_folders_of_their_own_save_parts_of_one_checkpoint(tmp_path: 
     resumed.load_checkpoint(tmp_path / "first")
     train(resumed, 3, 6)
     assert_same(six.module_state_dict(), resumed.module_state_dict())
+
+
+@pytest.mark.ranks(2)
+def test_a_save_into_several_folders_that_fails_leaves_the_previous_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(3)
+    train(engine, 0, 1)
+    saved = engine.module_state_dict()
+    own = tmp_path / str(dist.get_rank())
+    engine.save_checkpoint(own, tag="kept")
+    train(engine, 1, 2)
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space"):
+        patched.setattr(files, "write_text", _no_space)
+        engine.save_checkpoint(own, tag="kept")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(tmp_path / "1", tmp_path / "0", dirs_exist_ok=True)
+    dist.barrier()
+    engine.load_checkpoint(tmp_path / "0")
+    assert_same(engine.module_state_dict(), saved)
+
+
+def _no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.ranks(2)

@@ -499,7 +499,7 @@ def keep_other_files(replaced: Path, folder: Path) -> None:
 
 
 def apply_retention(folder: Path, retention: Retention) -> None:
-    """Remove older checkpoints after a save to `folder`; only rank 0 calls it.
+    """Remove older checkpoints after a save to `folder`; one rank per folder calls it.
 
     Errors of the disk are logged and do not stop training.
 

@@ -151,7 +151,11 @@ class PendingSave:
         try:
             indexes = run_and_gather(self._comm, "saving: this rank's index", self._index)
             if self.settings.folders:
-                run_and_gather(self._comm, "saving: the other folders", self._finish_part)
+                # Every folder is complete before the first one replaces its previous checkpoint
+                run_and_gather(
+                    self._comm, "saving: the folders", lambda: self._complete_folder(indexes)
+                )
+                run_and_gather(self._comm, "saving: the other folders", self._publish_part)
             run_on_first_rank(self._comm, "saving: the manifest", lambda: self._finish(indexes))
         except BaseException:
             self._staged.discard()
@@ -253,17 +257,31 @@ class PendingSave:
 
     def _open_staging(self) -> str:
         """Open the hidden directory on its first rank; return a new identity of the save."""
-        if self._comm.rank != self._sharers[0]:
+        if not self.completes_folder:
             return ""
         if self._comm.rank == 0 or not _has_only_rank_files(self.final):
             refuse_foreign_files(self.final)
         self._staged.open()
         return secrets.token_hex(8)
 
-    def _finish_part(self) -> None:
-        """Complete a folder other than rank 0's; it contains only files of ranks."""
-        if self._comm.rank == self._sharers[0] != 0:
+    @property
+    def completes_folder(self) -> bool:
+        """Whether this rank is the first one that writes into its folder."""
+        return self._comm.rank == self._sharers[0]
+
+    def _complete_folder(self, found: list[Plain]) -> None:
+        """Check that all files of a folder are here, and add the manifest to rank 0's folder.
+
+        `found` has the results of `_index` by rank.
+        """
+        if self.completes_folder:
             self._refuse_missing()
+        if self._comm.rank == 0:
+            self._write_manifest(found)
+
+    def _publish_part(self) -> None:
+        """Publish a folder other than rank 0's; it contains only files of ranks."""
+        if self.completes_folder and self._comm.rank != 0:
             self._publish(latest=False)
 
     def _refuse_missing(self) -> None:
@@ -280,11 +298,12 @@ class PendingSave:
             )
 
     def _finish(self, found: list[Plain]) -> None:
-        """Write the manifest, rename the directory, and write `latest`.
+        """Complete rank 0's folder unless that is done, rename it, and write `latest`."""
+        if not self.settings.folders:
+            self._complete_folder(found)
+        self._publish(latest=self.settings.latest)
 
-        `found` has the results of `_index` by rank.
-        """
-        self._refuse_missing()
+    def _write_manifest(self, found: list[Plain]) -> None:
         manifest = self._manifest
         clients = {}
         heads = {}
@@ -302,7 +321,6 @@ class PendingSave:
         manifest.plain = self._plain
         with files.describing_errors(f"completing '{self.final}'"):
             files.write_text(self.hidden / MANIFEST, manifest.text())
-        self._publish(latest=self.settings.latest)
 
     def _publish(self, *, latest: bool) -> None:
         with files.describing_errors(f"completing '{self.final}'"):

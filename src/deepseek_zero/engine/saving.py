@@ -112,8 +112,9 @@ class Trainer(Protocol):
 class Saver:
     """Publishes the checkpoints of one engine and removes older ones.
 
-    Removing gigabytes takes time, so a thread of rank 0 does it. It ends before the next save
-    begins, and the interpreter waits for it. After a crash, hidden folders may be left; the next
+    Removing gigabytes takes time, so a thread of rank 0 does it. If ranks save into different
+    folders, the first rank of each folder has such a thread. It ends before the next save begins,
+    and the interpreter waits for it. After a crash, hidden folders may be left; the next
     removal deletes them.
 
     Args:
@@ -198,7 +199,7 @@ class Saver:
             return
         began = time.perf_counter()
         saving.commit()
-        if saving.contents.runtime.comm.whole.rank == 0:
+        if saving.completes_folder:
             self._removal = threading.Thread(
                 target=apply_retention,
                 args=(saving.final, self.retention),
