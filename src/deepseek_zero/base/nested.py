@@ -221,13 +221,23 @@ def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device, with tied parameters still tied."""
+    memo = meta_parameters(model)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    return deepcopy(model, memo)
+
+
+def meta_parameters(model: nn.Module) -> dict[int, Any]:
+    """Return a parameter on the meta device for each of a model's, by id, as a memo of `deepcopy`.
+
+    Args:
+        model: The model, which is not changed.
+    """
     memo: dict[int, Any] = {}
     for param in model.parameters():
         empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
         memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-    return deepcopy(model, memo)
+    return memo
 
 
 def is_subclass(value: Any) -> bool:

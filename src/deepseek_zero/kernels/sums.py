@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..base.log import log_once
+from ..base.quantities import ceil_div
 from .check import values as sample
 from .choice import VARIABLE, available
 from .threads import in_slices
@@ -238,7 +239,7 @@ def _squares_by_loop(values: Tensor, sums: NDArray[np.float64], threads: int) ->
     addresses = values.data_ptr(), sums.ctypes.data
 
     def part(start: int, stop: int) -> None:
-        loop(*addresses, -(-start // BLOCK), -(-stop // BLOCK))
+        loop(*addresses, ceil_div(start, BLOCK), ceil_div(stop, BLOCK))
 
     in_slices(values.numel(), threads, part)
 

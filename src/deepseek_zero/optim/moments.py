@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError
 from ..base.nested import inner_tensors, is_subclass
+from ..base.quantities import ceil_div
 from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storage_format
 from ..tiers.tier import Storage, Tier
 from .master_shard import MasterShard
@@ -305,10 +306,9 @@ class Moments:
         if moment.kept is None or not moment.kept.has_scales:
             return None
         if id(shard) not in moment.powers:
-            powers = torch.zeros(
-                -(-shard.numel // BLOCK), dtype=torch.int8, device=shard.master.update_device
-            )
-            moment.powers[id(shard)] = powers
+            blocks = ceil_div(shard.numel, BLOCK)
+            device = shard.master.update_device
+            moment.powers[id(shard)] = torch.zeros(blocks, dtype=torch.int8, device=device)
         return moment.powers[id(shard)]
 
     def _moment(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Moment:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..base.device import CPU, clear_hooks, fake_tensors
 from ..base.errors import NotBuiltError, brief
-from ..base.nested import Args, Kwargs, all_tensors, map_inputs, on_meta, once
+from ..base.nested import Args, Kwargs, all_tensors, map_inputs, meta_parameters, on_meta, once
 from ..planner.split import Ranges, RangesOfRanks, Split
 from .plans import ADAPTED, Choice, ParallelPlan, adapted_common, parent_of
 
@@ -292,16 +292,13 @@ def _template(name: str, module: nn.Module) -> nn.Module:
 
     Raises NotBuiltError if it cannot be copied.
     """
-    memo: dict[int, Any] = {}
-    for param in module.parameters():
-        empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
-        memo[id(param)] = nn.Parameter(empty, requires_grad=False)
+    memo = meta_parameters(module)
     for buffer in module.buffers():
         memo[id(buffer)] = (
             torch.zeros_like(buffer, device=CPU) if buffer.is_meta else buffer.detach().clone()
         )
     try:
-        copy = deepcopy(module, memo).eval()
+        copy = deepcopy(module, memo).eval().requires_grad_(False)
     except Exception as error:
         raise NotBuiltError(
             f"tensor parallelism: module '{name}' ({type(module).__name__}) has split layers and "

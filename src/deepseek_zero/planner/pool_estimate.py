@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..base.device import CPU
+from ..base.quantities import ceil_div
 from ..precision.codecs import WORK_NUMEL, Cast
 from ..tiers.tier import Tier
 from .by_host import hop_buffer_sizes
@@ -154,7 +155,7 @@ class _StepReplay:
         slice_numel = group.layout.slice_numel
         if group.replicas == 1:
             return []
-        parts = FlatLayout((), -(-slice_numel // group.replicas), group.replicas)
+        parts = FlatLayout((), ceil_div(slice_numel, group.replicas), group.replicas)
         messages = messages_of(parts.slice_numel, parts.ranks, self.settings.bucket_numel)
         found = [(dtype, parts.padded_numel)] if parts.padded_numel != slice_numel else []
         if self.machine.replicas_read_in_place or not slice_numel:
@@ -256,7 +257,8 @@ class _StepReplay:
         """Return the staging buffer of one message's sum, and the number of buffers."""
         assert group.plan.grad is not None
         message = self._messages(group).numel
-        return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
+        many = ceil_div(group.layout.slice_numel, max(1, message))
+        return (group.plan.grad.dtype, message), many
 
     def _receive_buffers(self, group: GroupPlan) -> tuple[Size, ...]:
         """Return the buffers that receive one message from every other rank."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from .. import pipeline
 from ..base.mesh import AXES, Mesh
+from ..base.quantities import ceil_div
 from ..planner.pieces import PipelinePlan
 from .plots import BACKWARD, BLUE, FAINT, FORWARD, GREY, INK, add_titles, paler
 
@@ -247,7 +248,7 @@ def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
                 color="white",
                 fontsize=size,
             )
-    step = -(-plan.ranks // 32)
+    step = ceil_div(plan.ranks, 32)
     labels = [_row_name(plan, rank) for rank in range(0, plan.ranks, step)]
     panel.set_yticks(range(0, plan.ranks, step), labels, fontsize=9)
     for label in panel.get_yticklabels()[plan.rank // step : plan.rank // step + 1]:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ....base.errors import CheckpointError, brief
+from ....base.quantities import ceil_div
 from ....checkpoint.format import CLIENT, MOMENT, WEIGHT, Manifest, missing_elements
 from ....checkpoint.numpy_values import all_from_plain
 from ....checkpoint.safetensors_file import dtype_name
@@ -482,7 +483,7 @@ def partition_spans(numels: Mapping[str, int], rank: int, ranks: int) -> tuple[S
     offset = 0
     for name, numel in numels.items():
         found[name] = partition_slice(numel, rank, ranks), offset
-        offset += -(-numel // ranks)
+        offset += ceil_div(numel, ranks)
     return found, offset
 
 
@@ -682,7 +683,7 @@ def partition_slice(numel: int, rank: int, ranks: int) -> slice:
     Returns:
         The range of elements in the flattened parameter.
     """
-    size = -(-numel // ranks)
+    size = ceil_div(numel, ranks)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
 
 
