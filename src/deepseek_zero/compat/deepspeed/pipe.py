@@ -220,7 +220,20 @@ class PipelineModule(LayerStages):
     def _is_checkpointable(self, funcs: Sequence[Callable[..., Any]]) -> bool:
         return self.recomputes(funcs)
 
+    def get_additional_losses(self) -> Any:
+        """Return None. A derived class may return losses by name, which DeepSpeed reports."""
+
     # -- ranks
+
+    @property
+    def _local_start(self) -> int:
+        """Index of the first layer of this rank's stage."""
+        return int(self.parts[self.stage_id])
+
+    @property
+    def _local_stop(self) -> int:
+        """Index of the layer after the last one of this rank's stage."""
+        return int(self.parts[self.stage_id + 1])
 
     def mesh_statement(self) -> MeshStatement:
         """Return the sizes of the axes pipe and model, and the ranks' coordinates on them.

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ...base.errors import DeepSeekZeroError, UsageError
+from ...base.errors import DeepSeekZeroError, NotBuiltError, UsageError
 from ...comm.collectives import propagate_errors
 from ...engine.whole_steps import endless, evaluate, own_batches, train_batch
 from . import activation_checkpointing
@@ -238,6 +238,19 @@ class PipelineEngine(DeepSpeedEngine):
         if self.parts.pipeline is not None:
             self.parts.pipeline.reset_shapes()
 
+    def get_additional_losses(self) -> None:
+        """Return None, DeepSpeed's value for a model without additional losses.
+
+        Raises:
+            NotBuiltError: The model's own `get_additional_losses` returns losses.
+        """
+        if self._layers.get_additional_losses() is not None:
+            raise NotBuiltError(
+                f"get_additional_losses of {type(self.module).__name__} returns losses.",
+                "A pipeline of this library reports only the loss of `loss_fn`.",
+                "log the other losses in loss_fn, and return None.",
+            )
+
     # -- ranks
 
     @property
@@ -249,6 +262,21 @@ class PipelineEngine(DeepSpeedEngine):
         """Return the grid of ranks, which has this rank's coordinates and process groups."""
         grid: PipelineParallelGrid = self._layers.mpu()
         return grid
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Return the number of samples in a micro-batch of one rank."""
+        return self.train_micro_batch_size_per_gpu()
+
+    @property
+    def prev_stage(self) -> int:
+        """Return `stage_id` - 1."""
+        return self.stage_id - 1
+
+    @property
+    def next_stage(self) -> int:
+        """Return `stage_id` + 1."""
+        return self.stage_id + 1
 
     @property
     def stage_id(self) -> int:

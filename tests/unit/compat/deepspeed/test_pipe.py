@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.compat.deepspeed.pipe import (
     LayerSpec,
@@ -178,6 +178,18 @@ def test_a_list_of_batches_is_refused_with_a_batch_function() -> None:
     engine.set_batch_fn(lambda batch: batch)
     with pytest.raises(UsageError, match="data_iter"):
         engine.train_batch([(torch.ones(1, 2), torch.ones(1, 2))])
+
+
+def test_a_pipeline_has_the_names_that_megatron_reads() -> None:
+    module = PipelineModule([nn.Linear(2, 2), nn.ReLU()], num_stages=1, loss_fn=nn.MSELoss())
+    config = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD"}}
+    engine = deepseek_zero.initialize(model=module, config=config)[0]
+    assert engine.get_additional_losses() is None
+    assert (engine.micro_batch_size, engine.prev_stage, engine.next_stage) == (3, -1, 1)
+    assert (module._local_start, module._local_stop) == (0, 2)
+    module.get_additional_losses = lambda: {"auxiliary": 1.0}
+    with pytest.raises(NotBuiltError, match="get_additional_losses of PipelineModule"):
+        engine.get_additional_losses()
 
 
 def test_a_batch_function_is_called_with_none_on_a_rank_without_data() -> None:
