@@ -329,9 +329,7 @@ def groups_of(
     """
     shared = shape.heads // shape.key_heads
     variants = [pattern.variant(head + shape.first_head) for head in range(shape.heads)]
-    tiles = {
-        variant: _merged(_tiles(pattern, variant, shape, tile)) for variant in sorted({*variants})
-    }
+    tiles = {each: _merged(_tiles(pattern, each, shape, tile)) for each in sorted({*variants})}
     if len(tiles) == 1:
         return (HeadGroup(slice(None), slice(None), tiles[variants[0]], samples),)
     found = list[HeadGroup]()

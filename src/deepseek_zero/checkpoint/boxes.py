@@ -8,6 +8,7 @@ parts share are the intersections of their boxes.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -200,7 +201,9 @@ def assemble(
     Yields:
         Pairs of position and flat values in new memory.
     """
-    known = [(values, boxes_of(of, first, first + values.numel())) for of, first, values in sources]
+    known = []
+    for source, first, values in sources:
+        known.append((values, boxes_of(source, first, first + values.numel())))
     for low in range(start, stop, READ_NUMEL):
         high = min(stop, low + READ_NUMEL)
         wanted = boxes_of(part, low, high)
@@ -208,13 +211,15 @@ def assemble(
         filled = torch.zeros(high - low, dtype=torch.bool, device="cpu")
         for values, boxes in known:
             for here, there in itertools.product(wanted, boxes):
-                first = tuple(map(max, here.low, there.low))
-                last = tuple(map(min, here.high, there.high))
-                size = tuple(end - begin for begin, end in zip(first, last, strict=True))
+                # The intersection of the two boxes
+                corner = tuple(map(max, here.low, there.low))
+                opposite = tuple(map(min, here.high, there.high))
+                size = tuple(map(operator.sub, opposite, corner))
                 if min(size, default=1) > 0:
-                    shared = _strided(values, size, there.strides, there.place(first))
-                    _strided(target, size, here.strides, here.place(first)).copy_(shared)
-                    _strided(filled, size, here.strides, here.place(first)).fill_(True)
+                    shared = _strided(values, size, there.strides, there.place(corner))
+                    position = here.place(corner)
+                    _strided(target, size, here.strides, position).copy_(shared)
+                    _strided(filled, size, here.strides, position).fill_(True)
         if missing is not None and int(filled.sum()) != sum(box.numel for box in wanted):
             raise missing
         yield low, target

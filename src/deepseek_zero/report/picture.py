@@ -282,10 +282,11 @@ def _named_colours(places: Sequence[UnitPlace]) -> tuple[list[tuple[str, str]], 
     tiers = dict.fromkeys(tier for _, tier in keys)
     states = [state for state in STATES if any(state == each for each, _ in keys)]
     entries = []
-    for key in itertools.product(states, tiers):
-        state, tier = key
-        blank = ("none", "")
-        entries.append((_colour(*key), f"{state}, {tier.value}") if key in keys else blank)
+    for state, tier in itertools.product(states, tiers):
+        entry = ("none", "")
+        if (state, tier) in keys:
+            entry = (_colour(state, tier), f"{state}, {tier.value}")
+        entries.append(entry)
     return entries, len(states)
 
 
