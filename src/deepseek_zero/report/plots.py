@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import NotBuiltError
+from ..base.errors import NotBuiltError, UsageError
 from ..base.given import refuse_url
 
 INK = "#22303c"
@@ -112,9 +112,18 @@ def save_figure(figure: Any, path: Path | str) -> None:
     Args:
         figure: Figure of matplotlib to save.
         path: Path of the PNG file to write.
+
+    Raises:
+        UsageError: The path is a directory.
     """
     path = Path(path)
     refuse_url(f"'{path}'", path)
+    if path.is_dir():
+        raise UsageError(
+            f"the picture '{path}' is a directory.",
+            "A picture is one PNG file.",
+            f"add the name of a file, such as '{path / 'picture.png'}'.",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     figure.savefig(unfinished, format="png", facecolor="white")
