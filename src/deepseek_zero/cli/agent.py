@@ -31,7 +31,7 @@ from deepseek_zero.base.launch import (
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.mesh import PATIENCE
 from deepseek_zero.base.network import listening_address, reached_at
-from deepseek_zero.cli.nodes import NodePlan, visible_gpus
+from deepseek_zero.cli.nodes import LAST_PORT, NodePlan, visible_gpus
 from deepseek_zero.cli.peers import PeerWatch, log_stopped
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
 from deepseek_zero.comm.net.channel import Address, Refused, read_secret, warn_without_secret
@@ -114,7 +114,7 @@ class Meeting:
         host, port = self._open(wanted)
         self.place = f"{host}:{port}"
         # For scripts that call torch's init_process_group: rank 0 listens there without a secret.
-        self.master_port = port + 1 if plan.num_nodes > 1 else _free_port(host)
+        self.master_port = _port_beside(port) if plan.num_nodes > 1 else _free_port(host)
         return self._stores[-1]
 
     def _open(self, port: int) -> Address:
@@ -192,6 +192,11 @@ def _reach(host: str, port: int, secret: bytes, node: int) -> RendezvousStore:
                 )
                 is_logged = True
             time.sleep(POLL_SECONDS)
+
+
+def _port_beside(port: int) -> int:
+    """Return the next port, or the one before the last port; equal on all nodes."""
+    return port + 1 if port < LAST_PORT else port - 1
 
 
 def _free_port(host: str) -> int:

@@ -14,7 +14,7 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import INTERFACE, TLS
 from deepseek_zero.cli import agent
 from deepseek_zero.cli.agent import EndedBySignal, Meeting, RankAgent
-from deepseek_zero.cli.nodes import NodePlan, NodeShare
+from deepseek_zero.cli.nodes import LAST_PORT, NodePlan, NodeShare
 from deepseek_zero.cli.ranks import Command, Ranks, Target
 from deepseek_zero.comm.net.store import NO_SECRET, keep_store
 from tests.hosts import free_port
@@ -72,6 +72,18 @@ def test_a_node_that_cannot_reach_node_0_logs_that_once_and_retries(
         meeting(1, port := free_port()).open()
     (said,) = [line for line in caplog.messages if "still waiting" in line]
     assert said.startswith(f"still waiting for node 0 at 127.0.0.1:{port}: [Errno ")
+
+
+def test_the_last_port_leaves_a_valid_one_for_torch() -> None:
+    try:
+        _, table, _ = keep_store("127.0.0.1", LAST_PORT, SECRET)
+    except UsageError:
+        pytest.skip("another program uses the last port")
+    found = meeting(1, LAST_PORT)
+    found.open()
+    assert found.master_port == LAST_PORT - 1
+    found._stores[0]._store.close()
+    table.close()
 
 
 def test_an_invalid_name_of_node_0_is_reported() -> None:
