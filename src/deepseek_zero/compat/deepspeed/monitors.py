@@ -6,7 +6,7 @@ attributes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from ...base.world import is_rank_zero
@@ -30,7 +30,7 @@ class Monitor:
         if config.enabled and is_rank_zero():
             self.writer = self.writer_class(config)
 
-    def write_events(self, event_list: Sequence[Scalar]) -> None:
+    def write_events(self, event_list: Iterable[Scalar]) -> None:
         """Write events (tag, value, samples) on rank 0."""
         if self.writer is not None:
             self.writer.write_events([event[:3] for event in event_list])
@@ -93,7 +93,8 @@ class MonitorMaster(Monitor):
         ]
         self.enabled = bool(self.monitors)
 
-    def write_events(self, event_list: Sequence[Scalar]) -> None:
+    def write_events(self, event_list: Iterable[Scalar]) -> None:
         """Write events (tag, value, samples) on rank 0 with each enabled monitor."""
+        events = list(event_list)
         for each in self.monitors:
-            each.write_events(event_list)
+            each.write_events(events)
