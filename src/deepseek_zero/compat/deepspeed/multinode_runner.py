@@ -104,6 +104,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--master_port", type=int, default=int(os.environ.get("DLTS_MASTER_PORT", 29500)))
     add("--autotuning", default="", choices=["tune", "run", ""])
     add("--ssh_port", type=int)
+    add("-q", "--quiet", action="store_true")
     for name in ("num_nodes", "min_elastic_nodes", "max_elastic_nodes", "node_rank"):
         add(f"--{name}", type=int, default=-1)
     texts = {"master_addr": "", "launcher": "pdsh", "launcher_args": "", "log_level": "info"}
@@ -112,7 +113,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
         add(f"--{name}", default=default)
     flags = (
         "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid "
-        "quiet elastic_training bind_cores_to_rank"
+        "elastic_training bind_cores_to_rank"
     )
     for flag in flags.split():
         add(f"--{flag}", action="store_true")

@@ -576,6 +576,7 @@ PROVIDED: dict[str, dict[str, str]] = {
         ),
     },
     "deepspeed.utils.zero_to_fp32": {
+        "deepseek_zero.compat.deepspeed.zero_to_fp32": "to_torch_tensor",
         "deepseek_zero.utils.zero_to_fp32": (
             "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
             "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint main"

@@ -11,12 +11,13 @@ import atexit
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...base.errors import CheckpointError
 from ...checkpoint.convert import convert_to_safetensors
@@ -65,6 +66,30 @@ def get_fp32_state_dict_from_zero_checkpoint(
         return dict(lazy)
     whole = {each.name: each.contiguous() for each in lazy.values()}
     return {name: whole[each.name] for name, each in lazy.items()}
+
+
+def to_torch_tensor(
+    state_dict: Mapping[str, Any],
+    return_empty_tensor: bool = False,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return the tensors of a state dict that was read with `lazy_mode`.
+
+    Names of a tied weight share one tensor.
+
+    Args:
+        state_dict: Result of `get_fp32_state_dict_from_zero_checkpoint` with `lazy_mode`.
+        return_empty_tensor: Whether to return tensors of the same shapes without reading values.
+        dtype: Dtype of floating-point tensors; None keeps theirs.
+    """
+    made: dict[str, Tensor] = {}
+    for lazy in state_dict.values():
+        if lazy.name in made:
+            continue
+        target = dtype if dtype is not None and lazy.dtype.is_floating_point else lazy.dtype
+        found = torch.empty(lazy.shape) if return_empty_tensor else lazy.contiguous()
+        made[lazy.name] = found.to(target)
+    return {name: made[lazy.name] for name, lazy in state_dict.items()}
 
 
 def load_state_dict_from_zero_checkpoint(

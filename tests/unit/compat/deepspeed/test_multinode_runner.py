@@ -56,6 +56,7 @@ def test_pdsh_starts_the_selected_slots() -> None:
 
 
 def test_the_log_folder_is_no_program() -> None:
+    assert multinode_runner.parse_args(["-q", "train.py"]).quiet
     args = multinode_runner.parse_args(["--enable_each_rank_log", "logs", "train.py"])
     assert (args.enable_each_rank_log, args.user_script) == ("logs", "train.py")
     assert multinode_runner.parse_args(["train.py"]).enable_each_rank_log == "None"

@@ -16,6 +16,7 @@ from torch import Tensor
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint.convert import convert_to_pth, convert_to_safetensors
+from deepseek_zero.compat.deepspeed.zero_to_fp32 import to_torch_tensor
 from deepseek_zero.utils import zero_to_fp32 as words
 from tests.data.deepspeed.make import CASES, Small, config, small
 
@@ -73,6 +74,9 @@ def test_our_folder_provides_its_main_weights(ours: Any) -> None:
     lazy = words.get_fp32_state_dict_from_zero_checkpoint(str(folder), lazy_mode=True)
     assert lazy["read.weight"].shape == (7, 5) and lazy["read.weight"].dtype == torch.float32
     assert same({name: each.contiguous() for name, each in lazy.items()}, told)
+    assert same(to_torch_tensor(lazy), told)
+    halves = to_torch_tensor(lazy, return_empty_tensor=True, dtype=torch.float16)
+    assert halves["read.weight"].shape == (7, 5) and halves["read.weight"].dtype == torch.float16
     model = words.load_state_dict_from_zero_checkpoint(Small(), folder, tag="global_step2")
     assert same(model.state_dict(), told)
 
