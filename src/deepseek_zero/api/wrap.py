@@ -442,10 +442,19 @@ class ZeroOptimizer(ScalesItself, Optimizer):
 
         Raises:
             UsageError: A model has been wrapped, and the state belongs to another optimizer, model,
-                rank, world size or stage. It is also raised if `initialize` has wrapped the model.
+                rank, world size or stage. It is also raised if `initialize` has wrapped the model,
+                and if the state is that of a wrapped model and no model has been wrapped.
             ValueError: No model has been wrapped, and the state has other parameter groups.
         """
-        self._attach().load_state_dict(state_dict)
+        optimizer = self._attach()
+        if optimizer is self.client and "stretches" in state_dict:
+            raise UsageError(
+                "ZeroOptimizer.load_state_dict() got the state of a wrapped model, but the model of "
+                "this optimizer is not wrapped.",
+                "The state contains the slices of one rank, and whole parameters need whole states.",
+                "call DeepSeekZeRO3(model) before load_state_dict().",
+            )
+        optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer({self.client!r})"

@@ -479,10 +479,17 @@ def mark_stepped(inner: torch.optim.Optimizer) -> None:
 
 
 class ScalesItself:
-    """An optimizer that rejects torch.amp.GradScaler.
+    """An optimizer that rejects torch.amp.GradScaler, copies and pickles.
 
     The scaler reads `_step_supports_amp_scaling` first, and that raises.
     """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # torch's would return a part of the object
+        raise UsageError(
+            f"{type(self).__name__} cannot be copied or pickled.",
+            "Its states belong to one model on this rank, and a copy would have no model.",
+            "save state_dict(), and load it into an optimizer that was created in the same way.",
+        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +199,36 @@ def test_a_state_dict_of_a_plain_optimizer_is_refused() -> None:
     plain = torch.optim.AdamW(nn.Linear(4, 2).parameters())
     with pytest.raises(DeepSeekZeroError, match="did not return"):
         optimizer.load_state_dict(plain.state_dict())
+
+
+def test_a_state_dict_of_shards_is_refused_before_the_model_is_wrapped() -> None:
+    _, state = state_after_a_step(1, "adamw", 4)
+    optimizer = ZeroOptimizer(nn.Linear(4, 2).parameters(), lr=0.1, optimizer_type="adamw")
+    with pytest.raises(DeepSeekZeroError, match="is not wrapped") as raised:
+        optimizer.load_state_dict(state)
+    assert "slices of one rank" in str(raised.value)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("door", ["ZeroOptimizer", "engine"])
+def test_a_copy_of_an_optimizer_is_refused_and_leaves_its_hooks(
+    copied: Callable[[Any], Any], door: str
+) -> None:
+    model, calls = nn.Linear(4, 2), []
+    optimizer: Any
+    if door == "engine":
+        config = {**SETTINGS, "train_micro_batch_size_per_gpu": 3}
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
+        _, optimizer, *_ = deepseek_zero.initialize(model=model, config=config)
+    else:
+        DeepSeekZeRO3(model)
+        optimizer = ZeroOptimizer(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: calls.append("after step"))
+    with pytest.raises(DeepSeekZeroError, match="cannot be copied or pickled"):
+        copied(optimizer)
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    assert calls == ["after step"]
 
 
 def test_functional_call_of_a_wrapped_model_is_refused_with_its_name() -> None:
