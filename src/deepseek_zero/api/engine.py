@@ -659,7 +659,16 @@ class ZeroEngine(Exports, Engine):
         """
         refuse_destroyed(self.runtime, "step")
         self._states.refuse()
+        if self.is_gradient_accumulation_boundary():
+            self._reduce_held()
         super().step(lr_kwargs)
+
+    def _reduce_held(self) -> None:
+        """Reduce the gradients if the last backward has held them back. Collective."""
+        runtime = self.runtime
+        is_held = runtime.step.backwards and not runtime.backward.reductions.ends_step
+        if self.parts.loop is None and is_held:
+            reduce_step(runtime.backward)
 
     def _step_directly(self) -> None:
         """Update the weights with all gradients since the last step, for `optimizer.step()`.
@@ -682,12 +691,10 @@ class ZeroEngine(Exports, Engine):
             )
         is_managed = self.config.managed_gradient_accumulation
         counted = self.begun if is_managed else 0
-        step = self.runtime.step
         taken = 1
         if self.parts.loop is None:
-            taken = max(1, step.backwards - counted)
-            if step.backwards and not step.is_boundary:
-                reduce_step(self.runtime.backward)
+            taken = max(1, self.runtime.step.backwards - counted)
+        self._reduce_held()
         self._count(taken)
         if is_managed:
             self.micro_steps = (self.global_steps + 1) * self.config.gradient_accumulation_steps

@@ -23,6 +23,7 @@ class ReduceLane:
         most_reductions: The number of units that may be reduced at the same time.
         schedule: The schedule of a step, which lists the reductions of each backward.
         settings: The settings of the plan, which decide when gradients are reduced.
+        ends_step: Whether the last backward that began ends a step.
         late: The numbers of units with gradients that arrived after the unit's reduction.
         after_reduce: Functions that extensions run for each unit after its gradient was reduced.
     """
@@ -40,7 +41,7 @@ class ReduceLane:
         self.most_reductions = most_reductions
         self.after_reduce: list[Callable[[Unit], None]] = []
         self.late: set[int] = set()
-        self._ends_step = True  # no other backward comes before the step
+        self.ends_step = True  # no other backward comes before the step
         self._reduced = 0  # reductions that this backward has started
         self._in_flight: deque[Unit] = deque()  # units that are being reduced
         self.follow(schedule, settings)
@@ -59,7 +60,7 @@ class ReduceLane:
 
     def begin(self, *, ends_step: bool) -> None:
         """Prepare for the gradient reductions of a new backward, which may end the step."""
-        self._ends_step = ends_step
+        self.ends_step = ends_step
         self._reduced = 0
         for unit in self.units:
             unit.arrived.clear()
@@ -68,7 +69,7 @@ class ReduceLane:
     @property
     def reduces_now(self) -> bool:
         """Whether this backward reduces: it ends a step, or gradients are sharded."""
-        return self._ends_step or bool(self.schedule.accumulate.reduces)
+        return self.ends_step or bool(self.schedule.accumulate.reduces)
 
     def advance(self) -> None:
         """Reduce and release the next units of the schedule while they are complete. Collective."""
@@ -97,7 +98,7 @@ class ReduceLane:
         while self._reduced < len(self.order):
             self._reduce_next()
         self.wait()
-        if self._ends_step:
+        if self.ends_step:
             self.complete_sums()
 
     def complete_sums(self) -> None:
@@ -127,7 +128,7 @@ class ReduceLane:
         landed = self._wait_for_first() if len(self._in_flight) >= self.most_reductions else None
         for other in self._in_flight:  # their messages would otherwise be issued only by a wait
             other.issue_reduces()
-        is_last = self._ends_step
+        is_last = self.ends_step
         unit.start_reduces(lambda group: group.gradient.reduce(unit.name, is_last=is_last))
         unit.reduced_in_backward = True
         self._in_flight.append(unit)

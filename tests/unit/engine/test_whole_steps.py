@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,22 @@ def started(samples: int = 1, **more: Any) -> Any:
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}} | more
     data = [BATCH[0] * number for number in range(samples)]
     return deepseek_zero.initialize(model=Mean(2, 2), config=config, training_data=data)[0]
+
+
+@pytest.mark.parametrize(("stage", "has_no_sync"), [(0, False), (0, True), (3, False)])
+def test_a_step_has_the_gradients_of_backwards_that_were_not_its_end(
+    stage: int, has_no_sync: bool
+) -> None:
+    accumulation = 1 if has_no_sync else 2
+    keys = {"train_batch_size": accumulation, "gradient_accumulation_steps": accumulation}
+    engine = started(**keys, zero_optimization={"stage": stage})
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    with engine.no_sync() if has_no_sync else nullcontext():
+        engine.backward(engine(BATCH))  # the gradient of each weight is 1/2
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    for name, value in engine.module.state_dict().items():
+        torch.testing.assert_close(value, before[name] - 0.1 / 2 / accumulation)
 
 
 def test_micro_batches_that_are_not_an_iterator_are_refused() -> None:
