@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -15,11 +16,40 @@ import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import BatchMismatchError, NotBuiltError
+from deepseek_zero.base.errors import BatchMismatchError, NotBuiltError, UsageError
 from deepseek_zero.base.launch import MESH
 from deepseek_zero.compat.deepspeed import groups
 from deepseek_zero.compat.deepspeed.before_initialize import tp_model_init
 from deepseek_zero.sharding.runtime import Runtime
+
+
+class Seed000(nn.Module):
+    """The model of seed 000, smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(12, 8)
+        self.transformer = nn.Transformer(8, 2, 2, 2, 16, 0.0, batch_first=True)
+        self.fc = nn.Linear(8, 12)
+        self.dummy_inputs = {name: torch.zeros(3, 2, dtype=torch.long) for name in ("src", "tgt")}
+
+    def forward(self, src: torch.Tensor, tgt: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.transformer(self.embedding(src), self.embedding(tgt))
+        return self.fc(out)  # type: ignore[no-any-return]
+
+
+class Chain(nn.Sequential):
+    """A model with two blocks whose forward returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+        self.dummy_inputs = {"x": torch.zeros(2, 4)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self[0]:
+            x = block(x)
+        return x.square().mean()
 
 
 class Mlp(nn.Module):
@@ -194,3 +224,50 @@ def test_the_launchers_short_form_starts_whole_copies(tmp_path: Path) -> None:
     assert sorted(ended.stdout.split("\n"))[-2:] == [
         f"rank {rank} of 2: tp=2" for rank in range(2)
     ], ended.stdout
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torch_clips_a_model_of_split_layers_by_the_norm_of_all_its_gradients(stage: int) -> None:
+    specs = [("linear1", "column"), ("linear2", "row")]
+    rules = [{"patterns": [rf".*{name}.weight"], "partition_type": kind} for name, kind in specs]
+    model, plain = Seed000(), Seed000()
+    deepseek_zero.DeepSeekZeRO3(
+        model,
+        mp_degree=2,
+        zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+        tensor_parallel={"partition_config": {"layer_specs": rules}},
+    )
+    tokens = torch.arange(6).view(3, 2)
+    for each in (model, plain):
+        each(tokens, tokens).square().mean().backward()
+    for order in (2.0, 1.0, float("inf")):
+        found = nn.utils.clip_grad_norm_(model.parameters(), 1.0, order)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0, order)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.ranks(2)
+def test_the_model_of_seed_000_is_refused_without_rules_and_cannot_be_cut() -> None:
+    with pytest.raises(UsageError, match="no layer of Seed000 is split"):
+        deepseek_zero.DeepSeekZeRO3(Seed000(), mp_degree=2)
+    with pytest.raises(UsageError, match="cannot be cut"):
+        deepseek_zero.DeepSeekZeRO3(Seed000(), pp_degree=2)
+
+
+@pytest.mark.ranks(2)
+def test_a_norm_of_the_gradients_of_one_stage_causes_a_warning() -> None:
+    zero = deepseek_zero.DeepSeekZeRO3(Chain(), pp_degree=2)
+    zero(torch.ones(2, 4)).backward()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("deepseek_zero")
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            nn.utils.clip_grad_norm_(zero.parameters(), 1.0)
+    finally:
+        logger.removeHandler(handler)
+    warned = [line for line in lines if "clip_grad_norm_ clips each stage by its own norm" in line]
+    assert len(warned) == (dist.get_rank() == 0)

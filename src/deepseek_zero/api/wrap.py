@@ -449,9 +449,9 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         optimizer = self._attach()
         if optimizer is self.client and "stretches" in state_dict:
             raise UsageError(
-                "ZeroOptimizer.load_state_dict() got the state of a wrapped model, but the model of "
-                "this optimizer is not wrapped.",
-                "The state contains the slices of one rank, and whole parameters need whole states.",
+                "ZeroOptimizer.load_state_dict() got the state of a wrapped model, but this "
+                "model is not wrapped.",
+                "The state contains the slices of one rank, not the states of whole parameters.",
                 "call DeepSeekZeRO3(model) before load_state_dict().",
             )
         optimizer.load_state_dict(state_dict)

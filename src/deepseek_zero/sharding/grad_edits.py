@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.errors import AtRestError, UsageError
+from ..base.log import log_once
 from ..comm.pending import DONE, Pending
 from ..planner.layout import Slot
 from .grad_sum import GradState, GradSum
@@ -172,13 +175,22 @@ class GradEdits:
             order: The order of the norm, as for `torch.linalg.vector_norm`.
 
         Note:
-            Collective unless every rank has all elements (`Part.is_whole`).
+            Collective unless every rank has all elements (`Part.is_whole`). It is also collective
+            for a parameter that is split along "tp".
         """
         own = part.values.double().abs()
         mine, together = norm_summand(own, order)
-        if not part.is_whole:
-            name = self.group.members[self.group.index[id(param)]].name
-            comm = self.group.comm_ctx.comm
+        comms = [] if part.is_whole else [self.group.comm_ctx.comm]
+        along = self.group.comm_ctx.world.along
+        if "pp" in along:
+            _warn_of_stages()
+        key = self.group.planned.key
+        if key is not None and key.split == "split":
+            comms.append(along["tp"])
+            if not key.is_counted and together is torch.sum:
+                mine = torch.zeros_like(mine)  # another rank adds the same elements
+        name = self.group.members[self.group.index[id(param)]].name
+        for comm in comms:
             rows = comm.all_gather_rows(mine.cpu().reshape(1), f"norm of {name}")
             mine = together(rows)
         if order not in (0.0, float("inf"), -float("inf")):
@@ -283,6 +295,17 @@ def own_part(total: GradSum, slot: Slot) -> Tensor:
     if total.group.plan.sums_to_all:
         return total.buffer.memory[slot.start : slot.stop]
     return owned_view(total.buffer, slot, total.group.comm_ctx.comm.rank)
+
+
+@cache
+def _warn_of_stages() -> None:
+    """Warn once per process that each stage of a pipeline computes norms of its own."""
+    log_once(
+        "the program computes norms of gradients, but each rank has only the parameters of its "
+        "pipeline stages: clip_grad_norm_ clips each stage by its own norm.\n"
+        "  What to do: set gradient_clipping, which uses the norm of all stages.",
+        logging.WARNING,
+    )
 
 
 def norm_summand(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

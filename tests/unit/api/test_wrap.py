@@ -204,7 +204,7 @@ def test_a_state_dict_of_a_plain_optimizer_is_refused() -> None:
 def test_a_state_dict_of_shards_is_refused_before_the_model_is_wrapped() -> None:
     _, state = state_after_a_step(1, "adamw", 4)
     optimizer = ZeroOptimizer(nn.Linear(4, 2).parameters(), lr=0.1, optimizer_type="adamw")
-    with pytest.raises(DeepSeekZeroError, match="is not wrapped") as raised:
+    with pytest.raises(DeepSeekZeroError, match="model is not wrapped") as raised:
         optimizer.load_state_dict(state)
     assert "slices of one rank" in str(raised.value)
 
