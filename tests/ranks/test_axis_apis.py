@@ -271,3 +271,9 @@ def test_a_norm_of_the_gradients_of_one_stage_causes_a_warning() -> None:
         logger.removeHandler(handler)
     warned = [line for line in lines if "clip_grad_norm_ clips each stage by its own norm" in line]
     assert len(warned) == (dist.get_rank() == 0)
+
+
+@pytest.mark.ranks(2)
+def test_a_model_in_distributed_data_parallel_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"pass the model itself: ddp\.module"):
+        deepseek_zero.DeepSeekZeRO3(nn.parallel.DistributedDataParallel(Mlp()))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .. import parallel
 from ..base.errors import UsageError, shown
 from ..base.given import refuse
+from ..base.world import size
 from .mesh_statements import MeshStatement
 
 
@@ -64,6 +65,12 @@ class Request:
                 f"a model of type {type(self.model).__name__} cannot be wrapped.",
                 "",
                 "pass a torch.nn.Module.",
+            )
+        if isinstance(self.model, nn.parallel.DistributedDataParallel) and size() > 1:
+            raise UsageError(
+                "a model in DistributedDataParallel cannot be wrapped.",
+                "Both would reduce the same gradients.",
+                "pass the model itself: ddp.module.",
             )
         data = self.training_data
         checks = [
