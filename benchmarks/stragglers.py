@@ -28,6 +28,7 @@ from benchmarks.cells import Cell
 from benchmarks.model import Batches, build_model
 from benchmarks.systems.common import Job, engine_settings, engine_step
 from deepseek_zero.engine.stragglers import WINDOW
+from deepseek_zero.optim.step_message import StepMessage
 from tests.hosts import free_port, hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "stragglers.md"
@@ -50,18 +51,22 @@ def be_a_rank(cell: str, steps: int) -> None:
     )
     spent, words = 0.0, 0
 
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def call_and_count(*given: Any) -> Any:
-            nonlocal spent, words
+    def timed(call: Callable[..., None]) -> Callable[..., None]:
+        def call_timed(*given: Any) -> None:
+            nonlocal spent
             began = time.perf_counter()
-            found = call(*given)
+            call(*given)
             spent += time.perf_counter() - began
-            words = max(words, len(found or ()))
-            return found
 
-        return call_and_count
+        return call_timed
 
-    watch.words, watch.hear = timed(watch.words), timed(watch.hear)
+    def add_to(message: StepMessage, number: int) -> None:
+        nonlocal words
+        before = len(message.pack())
+        add(message, number)
+        words = max(words, len(message.pack()) - before)
+
+    add, watch.add_to, watch.compare = timed(watch.add_to), add_to, timed(watch.compare)
     seconds = []
     for number in range(WINDOW + steps):
         if number == WINDOW:  # earlier steps are warm-up

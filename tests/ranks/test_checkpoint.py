@@ -971,3 +971,28 @@ def test_files_are_private_and_tags_stay_inside(tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path, tag=tag)
         with pytest.raises(CheckpointError, match="cannot be a tag"):
             engine.load_checkpoint(tmp_path, tag=tag)
+
+
+@pytest.mark.ranks(2)
+def test_samples_of_a_begun_step_are_not_saved_with_the_own_rows_of_stages(tmp_path: Path) -> None:
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.square().mean()
+
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1), Square())
+    model.dummy_inputs = {"input": torch.ones(1, 4)}
+    engine, *_ = deepseek_zero.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 3,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW"},
+            "pipeline": {"stages": 2, "rows": "own"},
+        },
+    )
+    engine.backward(engine(torch.ones(3, 4)))
+    engine.step()
+    assert engine.global_samples == 6  # two ranks with three rows each
+    engine.save_checkpoint(tmp_path)
+    engine.load_checkpoint(tmp_path)
+    assert engine.global_samples == 0

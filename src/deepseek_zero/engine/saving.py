@@ -253,8 +253,9 @@ def save_checkpoint(
             "first micro-batch."
         )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
-    trainer["global_samples"] -= num_begun * engine.config.batch.micro * engine.mesh.data_size
-    trainer["batch"] = _sizes(engine.config.batch)
+    batch = engine.config.batch
+    trainer["global_samples"] -= num_begun * batch.micro * batch.data_size
+    trainer["batch"] = _sizes(batch)
     trainer["ranks"] = {"data": engine.mesh.data_size, "model": engine.mesh.tp}
     trainer["scaler"] = (
         engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None

@@ -76,8 +76,8 @@ def train_batch(engine: Engine, data_iter: Iterator[Any] | None = None) -> Tenso
         loss = stages.train(micro_batches)
     engine.observer.loss(loss)
     # `step` counts the last micro-batch, so count the others here.
-    micro = engine.config.train_micro_batch_size_per_gpu
-    engine.global_samples += (accumulation - 1) * micro * engine.mesh.data_size
+    batch = engine.config.batch
+    engine.global_samples += (accumulation - 1) * batch.micro * batch.data_size
     engine.micro_steps += accumulation - 1
     Engine.step(engine)
     return loss

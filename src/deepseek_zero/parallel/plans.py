@@ -331,8 +331,9 @@ def _by_config(
             sizes = parts if isinstance(parts, tuple) else ()
             fused = Fused("blocks", len(sizes) or cast(int, parts), sizes) if parts != 1 else None
             if sizes and sum(sizes) != weight_of(module).shape[1 if is_transposed(module) else 0]:
+                shape = tuple(weight_of(module).shape)
                 raise UsageError(
-                    f"layer '{name}' of {weight_of(module).shape[0]} outputs cannot be of parts "
+                    f"layer '{name}' with a weight of shape {shape} cannot be of parts "
                     f"{list(sizes)}.",
                     "partition_config.shape says so.",
                     "let the parts add up to the outputs.",
