@@ -175,6 +175,19 @@ def has_gradient_hooks(tensor: Tensor, *, besides: tuple[type, ...] = ()) -> boo
     return any(not isinstance(hook, besides) for hook in (tensor._backward_hooks or {}).values())
 
 
+def run_last(param: nn.Parameter, kind: type) -> None:
+    """Call hooks of one class after all others, when a gradient was accumulated.
+
+    Args:
+        param: Parameter with hooks of `register_post_accumulate_grad_hook`.
+        kind: Class of the hooks that are called last.
+    """
+    hooks = param._post_accumulate_grad_hooks
+    if hooks is not None and len(hooks) > 1:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
+            hooks[key] = hooks.pop(key)  # torch does not follow `move_to_end`
+
+
 def calls_under_way(module: nn.Module) -> int:
     """Return how many calls of a module are running on this thread."""
     code = nn.Module.__call__.__code__

@@ -35,6 +35,7 @@ from deepseek_zero.base.device import (
     outer_saved_tensor_hooks,
     outside_torch_func,
     queue_backward_callback,
+    run_last,
     storage_users,
     version_of,
     without_torch_function,
@@ -103,6 +104,7 @@ OF_OBJECTS: dict[str, object] = {
     "_sequence_nr": torch.ones(1, requires_grad=True).view(1).grad_fn,
     "_version": torch.ones(1),
     "_backward_hooks": torch.ones(1),
+    "_post_accumulate_grad_hooks": torch.ones(1),
     "_parameters": nn.Module(),
     "_compiled_call_impl": nn.Module(),
     "_call_impl": nn.Module(),
@@ -183,6 +185,20 @@ def test_hooks_on_a_gradient_are_detected_until_they_are_removed() -> None:
     assert has_gradient_hooks(tensor)
     handle.remove()
     assert not has_gradient_hooks(tensor)
+
+
+def test_hooks_of_one_class_run_after_all_others() -> None:
+    class Last:
+        def __call__(self, param: torch.Tensor) -> None:
+            order.append("last")
+
+    order: list[str] = []
+    param = nn.Parameter(torch.ones(1))
+    param.register_post_accumulate_grad_hook(Last())
+    param.register_post_accumulate_grad_hook(lambda _: order.append("first"))
+    run_last(param, Last)
+    param.sum().backward()
+    assert order == ["first", "last"]
 
 
 def test_a_module_whose_hooks_are_cleared_calls_none() -> None:

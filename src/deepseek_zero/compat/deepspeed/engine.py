@@ -27,6 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ... import checkpoint, parallel
 from ...api.engine import ZeroEngine
 from ...api.leaves import get_z3_leaf_modules
+from ...base.device import run_last
 from ...base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ...base.given import refuse, whole_number
 from ...base.log import log_once, logger
@@ -593,7 +594,7 @@ class DeepSpeedEngine(ZeroEngine):
         """
         if self._is_dropin:
             for param in self._trained:
-                run_own_hooks_last(param)
+                run_last(param, Hook)
         if not self._is_dropin or self.mesh.tp == 1:
             return super().forward(*args, **kwargs)
         try:
@@ -893,17 +894,6 @@ class DeepSpeedEngine(ZeroEngine):
 for _name, (_getter, _doc) in GETTERS.items():
     _getter.__doc__ = _doc
     setattr(DeepSpeedEngine, _name, _getter)
-
-
-def run_own_hooks_last(param: nn.Parameter) -> None:
-    """Move the engine's hooks behind those that a program has registered after `initialize`.
-
-    The engine's hook takes the gradient out of `.grad`.
-    """
-    hooks = param._post_accumulate_grad_hooks
-    if hooks is not None and len(hooks) > 1:
-        for key in [key for key, hook in hooks.items() if isinstance(hook, Hook)]:
-            hooks[key] = hooks.pop(key)  # torch does not follow `move_to_end`
 
 
 def _refuse_graphless(engine: Any, leaf: nn.Module, args: Any, kwargs: Any) -> None:
