@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -28,12 +27,12 @@ import deepseek_zero
 from deepseek_zero import checkpointing, zero
 from deepseek_zero.activations.offload import ActivationOffload
 from deepseek_zero.base.errors import OutOfMemoryError
-from deepseek_zero.extensions import SpeculativeUpdate, replicas
-from deepseek_zero.extensions.replicas import SumOverReplicas
+from deepseek_zero.comm.collectives import scatter
+from deepseek_zero.comm.pending import DONE
+from deepseek_zero.extensions import SpeculativeUpdate
 from deepseek_zero.pipeline import find_chain
 from deepseek_zero.planner.spec import S
 from deepseek_zero.report.measure import live_storages
-from deepseek_zero.sharding.comm_context import CommContext
 from deepseek_zero.tiers.host import HostMemory
 from deepseek_zero.tiers.tier import Tier
 from deepseek_zero.utils import (
@@ -639,7 +638,7 @@ def faults_of_other_systems(path: Path) -> None:
     _skipped_steps_keep_weights(host)
     _programs_change_gradients_on_the_host(host)
     _delayed_updates_leave_out_absent_gradients(places)
-    _replicas_send_gradients_from_the_device()
+    _values_on_the_host_are_sent_from_the_device()
 
 
 def _gradients_are_read_before_their_copies(host: Zero) -> None:
@@ -763,20 +762,21 @@ def _delayed_updates_leave_out_absent_gradients(places: dict[str, Zero]) -> None
     assert_same(found[1], found[0], "absent")
 
 
-def _replicas_send_gradients_from_the_device() -> None:
-    """Gradients on the host are sent from the device, because NCCL sends nothing from the host."""
-    reduction = object.__new__(SumOverReplicas)
-    comm: Any = SimpleNamespace(device=torch.device(toy.NAME, 0), size=2)
-    reduction.outer = cast(CommContext, SimpleNamespace(comm=comm))
-    values = torch.zeros(3)
+def _values_on_the_host_are_sent_from_the_device() -> None:
+    """NCCL sends nothing from the host, where a model or a gradient may be."""
+    device = torch.device(toy.NAME, 0)
 
-    def scatter(comm: Any, pieces: list[Tensor], own: Tensor, what: str) -> None:
-        assert {each.device for each in (*pieces, own)} == {comm.device}
-        own.fill_(1)
+    def exchange(pieces: list[Tensor], boxes: list[Tensor], lane: str, what: str) -> Any:
+        assert {each.device for each in (*pieces, *boxes)} == {device}
+        for each in boxes:
+            each.fill_(1)
+        return DONE
 
-    with mock.patch.object(replicas, "scatter", scatter):
-        reduction.copy_from_first(values, "test")
-    assert bool((values == 1).all())
+    for rank in range(2):
+        comm: Any = SimpleNamespace(rank=rank, size=2, device=device, exchange=exchange)
+        values = torch.zeros(3)
+        scatter(comm, [values] * 2, values, "test")
+        assert bool((values == rank).all())
 
 
 def a_step_of_one_rank(path: Path) -> None:

@@ -498,7 +498,7 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
 
     Args:
         comm: The communicator of the ranks that take part.
-        pieces: One tensor per rank; read on the source only.
+        pieces: One tensor per rank, on any device; read on the source only.
         into: One-dimensional output, as long as the piece.
         what: The name of the collective, the same on all ranks.
         source: The rank that sends.
@@ -506,10 +506,19 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
     Note:
         Collective: every rank of the group must call it.
     """
-    nothing = into[:0]
-    outgoing = pieces if comm.rank == source else [nothing] * comm.size
-    incoming = [into if peer == source != comm.rank else nothing for peer in range(comm.size)]
+    # NCCL sends nothing from the host, where the values of a model may be
+    nothing = into[:0].to(comm.device)
+    there = into
+    outgoing = [nothing] * comm.size
+    if comm.rank == source:
+        moved = {id(piece): piece.to(comm.device) for piece in pieces}
+        outgoing = [moved[id(piece)] for piece in pieces]
+    else:
+        there = into.to(comm.device)
+    incoming = [there if peer == source != comm.rank else nothing for peer in range(comm.size)]
     comm.exchange(outgoing, incoming, "gather", what).wait()
+    if there is not into:
+        into.copy_(there)
 
 
 def _encrypting_transport(transport: str, world: WorldContext, device: torch.device) -> str:

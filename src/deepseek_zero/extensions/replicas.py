@@ -94,10 +94,7 @@ class SumOverReplicas(GradReduction):
             Collective: every rank that holds the same slices must call it.
         """
         comm = self.outer.comm
-        sent = values.to(comm.device)  # NCCL sends nothing from the host
-        scatter(comm, [sent] * comm.size, sent, what)
-        if sent is not values:
-            values.copy_(sent)
+        scatter(comm, [values] * comm.size, values, what)
 
 
 def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:

@@ -99,8 +99,11 @@ class Ties:
             first, *others = self._places(name)
             own = values[name].view(-1) if self._shares(name) else self._nothing()
             to = others if self.comm.rank == first else []
-            inbox = {first: own} if self.comm.rank in others else {}
-            self._exchange(own, to, inbox, "gather", f"values of {name}")
+            sent = own.to(self.comm.device)  # NCCL sends nothing from the host
+            inbox = {first: sent} if self.comm.rank in others else {}
+            self._exchange(sent, to, inbox, "gather", f"values of {name}")
+            if inbox and sent is not own:
+                own.copy_(sent)
 
     def add_up(self, grads: Mapping[str, Tensor]) -> None:
         """All-reduce the gradients of shared weights in place.
