@@ -183,3 +183,47 @@ def test_states_on_the_host_and_on_a_disk_have_the_same_bits(dtype: str, tmp_pat
             assert torch.equal(ours, theirs), place
     for ours, theirs in zip(states_after({}, dtype, tmp_path), host, strict=True):
         torch.testing.assert_close(ours.float(), theirs.float(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "Lamb", "Muon"])
+def test_an_optimizer_continues_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    """Counters are loaded on the CPU, and fused kernels read them on the GPU."""
+    top = config(3, "bf16", optimizer={"type": name, "params": {"lr": 1e-2}})
+    found = []
+    for run in range(2):
+        torch.manual_seed(0)
+        engine, *_ = dz.initialize(model=Net().to(DEVICE), config=top)
+        if run == 0:
+            engine.backward(loss_of(engine, 0))
+            engine.step()
+            engine.save_checkpoint(str(tmp_path), tag="a")
+        else:
+            engine.load_checkpoint(str(tmp_path), tag="a")
+        engine.backward(loss_of(engine, 1))
+        engine.step()
+        found.append([value.cpu() for value in engine.state_dict().values()])
+        engine.destroy()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_a_skipped_step_undoes_updates_in_backward(dtype: str) -> None:
+    top = config(3, "fp32", optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    top |= {dtype: {"enabled": True, **({"master": "fp32"} if dtype == "bf16" else {})}}
+    offload = {**HOST, "super_offload": True}
+    top["zero_optimization"] = {
+        **cast("dict[str, object]", top["zero_optimization"]),
+        "offload_optimizer": offload,
+    }
+    torch.manual_seed(0)
+    engine, *_ = dz.initialize(model=Net().to(DEVICE), config=top)
+    for step in range(12):  # the loss scale becomes small enough
+        engine.backward(loss_of(engine, step))
+        engine.step()
+    before = [value.cpu() for value in engine.state_dict().values()]
+    handle = engine.module.embed.weight.register_hook(lambda grad: grad * torch.inf)
+    engine.backward(loss_of(engine, 12))
+    engine.step()
+    handle.remove()
+    assert all(map(torch.equal, before, [each.cpu() for each in engine.state_dict().values()]))
+    engine.destroy()
