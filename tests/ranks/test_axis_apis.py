@@ -277,3 +277,17 @@ def test_a_norm_of_the_gradients_of_one_stage_causes_a_warning() -> None:
 def test_a_model_in_distributed_data_parallel_is_refused() -> None:
     with pytest.raises(UsageError, match=r"pass the model itself: ddp\.module"):
         deepseek_zero.DeepSeekZeRO3(nn.parallel.DistributedDataParallel(Mlp()))
+
+
+@pytest.mark.ranks(2)
+def test_an_engine_trains_with_the_optimizer_of_the_other_api() -> None:
+    losses = []
+    for kind in (deepseek_zero.ZeroOptimizer, torch.optim.AdamW):
+        model = Mlp()
+        optimizer = kind(model.parameters(), lr=0.1)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        config = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+        engine, *_ = deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)
+        losses.append(trained(engine))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

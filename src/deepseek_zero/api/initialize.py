@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..base.device import ScalesItself
 from ..base.errors import UsageError
 from ..base.given import refuse, whole_number
 from ..config import choose_source
@@ -106,6 +107,8 @@ def initialize(
     raw = dialect.load(source, origin)
     prepare_process(raw)
     dialect.join(distributed_port, dist_init_required)
+    if isinstance(optimizer, ScalesItself):  # a ZeroOptimizer, whose file is not loaded here
+        optimizer = getattr(optimizer, "client", optimizer)
     request = Request(
         model,
         optimizer,
