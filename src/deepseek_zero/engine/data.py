@@ -121,7 +121,7 @@ class StepOrder:
 
 
 class _OwnEpoch(int):
-    """An epoch that a loader has set in a sampler. A program sets plain numbers."""
+    """An epoch that a loader sets in a sampler: another object than the number of a program."""
 
 
 class _From:
@@ -187,7 +187,7 @@ class ShardedLoader:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.sampler = sampler
-        self._has_set_epoch = False  # whether this loader has set the epoch of a sampler
+        self._own_epoch: object = None  # the epoch of the sampler after this loader has set it
         if sampler is None and not isinstance(dataset, IterableDataset):
             many: int = len(dataset)  # type: ignore[arg-type]  # map-style data have a length
             shares = mesh.data_index, mesh.data_size
@@ -289,11 +289,13 @@ class ShardedLoader:
         if isinstance(self.sampler, DistributedSampler):
             found = self.sampler.epoch
             # A new sampler has the epoch 0, which the program need not have set
-            if not isinstance(found, _OwnEpoch) and (found or self._has_set_epoch):
+            is_new = self._own_epoch is None and not found
+            if found is not self._own_epoch and not is_new:
                 self.set_epoch(found)
-            self._has_set_epoch = True
-        if isinstance(self.sampler, StepOrder | DistributedSampler):
             self.sampler.set_epoch(_OwnEpoch(self.epoch))
+            self._own_epoch = self.sampler.epoch  # a subclass may store a plain number
+        elif isinstance(self.sampler, StepOrder):
+            self.sampler.set_epoch(self.epoch)
         self.samples = self._resume_at
         self._resume_at = 0
         with torch.device("cpu"):  # DataLoader draws a number from its generator

@@ -150,6 +150,20 @@ def test_the_epoch_that_a_program_sets_in_its_sampler_is_used() -> None:
         assert [int(batch[0]) for batch in loader] == expected, "the same epoch again"
 
 
+def test_epochs_advance_with_a_sampler_that_stores_them_as_plain_numbers() -> None:
+    class Plain(DistributedSampler):  # type: ignore[type-arg]
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = int(epoch)
+
+    data = TensorDataset(torch.arange(10))
+    sampler = Plain(data, 2, 1)
+    loader = ShardedLoader(data, 1, Mesh(dp_shard=2, rank=1), sampler=sampler)
+    for epoch in range(3):
+        found = [int(batch[0]) for batch in loader]
+        sampler.set_epoch(epoch)
+        assert found == list(sampler)
+
+
 class Counting(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
