@@ -469,9 +469,9 @@ def remove_replaced(folder: Path) -> None:
 
 
 def keep_other_files(replaced: Path, folder: Path) -> None:
-    """Keep what no layout has written, when a replaced checkpoint will be removed.
+    """Move what no layout has written from a replaced checkpoint to the new one.
 
-    It is moved or linked to `folder`, unless a newer file of the same name exists there.
+    A file stays if the new checkpoint has a newer one of its name.
 
     Args:
         replaced: Folder of the replaced checkpoint.
@@ -484,18 +484,22 @@ def keep_other_files(replaced: Path, folder: Path) -> None:
         if not any(fnmatch(path.name, pattern) for pattern in patterns)
         and not (folder / path.name).exists()
     ]
+    linked = []
     for path in others:
         if path.is_dir():
             files.rename(path, folder / path.name)
             continue
         try:
             files.link(path, folder / path.name)
+            linked.append(path)
         except FileExistsError:  # the program has written it in the meantime
             continue
         except OSError:  # a file system without links
             files.rename(path, folder / path.name)
     if others:
         files.sync_folder(folder)
+    for path in linked:  # otherwise a later call restores a file that the program removes
+        files.remove(path)
 
 
 def apply_retention(folder: Path, retention: Retention) -> None:

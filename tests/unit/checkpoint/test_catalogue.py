@@ -449,6 +449,9 @@ def test_files_of_the_program_are_kept_before_a_save_returns(
     notes.write_text("kept")
     engine.save_checkpoint(tmp_path, tag="last")
     assert notes.read_text() == "kept"
+    notes.unlink()
+    catalogue.remove_replaced(notes.parent)
+    assert not notes.exists()
 
 
 @pytest.mark.parametrize("has_links", [True, False])
