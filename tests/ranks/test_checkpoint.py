@@ -130,6 +130,18 @@ def test_a_save_into_several_folders_that_fails_leaves_the_previous_one_whole(
     assert_same(engine.module_state_dict(), saved)
 
 
+@pytest.mark.ranks(2)
+def test_a_part_that_a_crash_left_hidden_is_not_removed_by_the_next_save(tmp_path: Path) -> None:
+    engine = build(3, checkpoint={"keep_last": 1})
+    own = tmp_path / str(dist.get_rank())
+    engine.save_checkpoint(own, tag="kept")
+    engine.finish_saving()
+    (own / "kept").rename(own / ".kept.replaced")  # the crash is before the new part is renamed
+    engine.save_checkpoint(own, tag="other")
+    engine.finish_saving()
+    assert (own / ".kept.replaced").exists() is (dist.get_rank() == 1)
+
+
 def _no_space(*_: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

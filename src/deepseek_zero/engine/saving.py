@@ -113,9 +113,9 @@ class Saver:
     """Publishes the checkpoints of one engine and removes older ones.
 
     Removing gigabytes takes time, so a thread of rank 0 does it. If ranks save into different
-    folders, the first rank of each folder has such a thread. It ends before the next save begins,
-    and the interpreter waits for it. After a crash, hidden folders may be left; the next
-    removal deletes them.
+    folders, the first rank of each other folder has a thread that removes only the replaced
+    checkpoint. The threads end before the next save begins, and the interpreter waits for them.
+    After a crash, hidden folders may be left; the next removal deletes those of rank 0's folder.
 
     Args:
         retention: Which older checkpoints are kept.
@@ -200,9 +200,12 @@ class Saver:
         began = time.perf_counter()
         saving.commit()
         if saving.completes_folder:
+            is_first = saving.contents.runtime.comm.whole.rank == 0
+            # Without a manifest, a part that a crash left hidden looks like an unfinished save
+            retention = self.retention if is_first else Retention()
             self._removal = threading.Thread(
                 target=apply_retention,
-                args=(saving.final, self.retention),
+                args=(saving.final, retention),
                 name="deepseek_zero removal",
             )
             self._removal.start()
