@@ -659,6 +659,7 @@ class ZeroEngine(Exports, Engine):
         """
         refuse_destroyed(self.runtime, "step")
         self._states.refuse()
+        self._refuse_open_blocks()
         if self.is_gradient_accumulation_boundary():
             self._reduce_held()
         super().step(lr_kwargs)

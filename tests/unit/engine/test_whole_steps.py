@@ -44,6 +44,16 @@ def test_a_step_has_the_gradients_of_backwards_that_were_not_its_end(
         torch.testing.assert_close(value, before[name] - 0.1 / 2 / accumulation)
 
 
+def test_a_step_that_no_sync_refuses_does_not_reduce_gradients() -> None:
+    engine = started(zero_optimization={"stage": 0})
+    with engine.no_sync():
+        engine.backward(engine(BATCH))
+        engine.set_gradient_accumulation_boundary(True)
+        with pytest.raises(UsageError, match="inside no_sync"):
+            engine.step()
+    assert not any(group.gradient.sum.is_reduced for group in engine.runtime.trained_groups)
+
+
 def test_micro_batches_that_are_not_an_iterator_are_refused() -> None:
     engine = started()
     for given in ([], [BATCH], torch.utils.data.DataLoader([BATCH])):
