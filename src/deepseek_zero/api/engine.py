@@ -35,7 +35,6 @@ from ..engine.parts import Parts
 from ..engine.state_offload import KINDS, StateOffload
 from ..optim.inner_states import load_states
 from ..report.measure import MemoryReport
-from ..report.plots import require_matplotlib
 from ..sharding.irregular_passes import reduce_step
 from ..sharding.step_state import Phase
 
@@ -797,9 +796,8 @@ class ZeroEngine(Exports, Engine):
         """
         if picture is not None:
             path_of("memory_trace", "picture", picture)
-            require_matplotlib()  # before the block runs, not after it
         trace = traced(self.parts)
-        with trace.recording():
+        with trace.recording(is_drawn=picture is not None):
             yield trace
         if picture is not None and is_rank_zero():
             trace.draw(picture)

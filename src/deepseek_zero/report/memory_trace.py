@@ -28,6 +28,7 @@ from .plots import (
     STATE_COLOURS,
     add_titles,
     new_figure,
+    require_matplotlib,
     save_figure,
     style_axes,
 )
@@ -79,13 +80,21 @@ class MemoryTrace:
         return sum(self.peak.values())
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, *, is_drawn: bool = False) -> Iterator[None]:
         """Return a context manager that appends to `samples` and `marks` in its block.
 
         It samples the memory after the first operator, after each operator that allocates or frees
         memory, and at the end of a block that raises no error. Storages of less than 1 KiB are
         counted only if `held` returns their tensors.
+
+        Args:
+            is_drawn: Whether the trace is drawn afterwards.
+
+        Raises:
+            NotBuiltError: The trace is drawn, and matplotlib is not installed.
         """
+        if is_drawn:
+            require_matplotlib()  # before the block, not after it
         with dispatch_mode(self._run):
             yield
         self._forget_gone()
