@@ -175,6 +175,17 @@ def test_a_change_in_place_during_forward_is_reported_once() -> None:
     assert all("parameter '0.weight'" in text for text in told)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_embedding_with_max_norm_is_reported_on_several_ranks(stage: int) -> None:
+    model = nn.Sequential(nn.Embedding(WIDTH, WIDTH, max_norm=0.1), nn.Linear(WIDTH, WIDTH))
+    words = config() | {"zero_optimization": {"stage": stage}}
+    with said() as warnings:
+        dz.initialize(model=model, config=words)
+    told = [text for text in warnings if "the forward of embedding '0'" in text]
+    assert len(told) == int(dist.get_rank() == 0)
+
+
 # -- a model built by zero.Init, before an engine exists
 
 

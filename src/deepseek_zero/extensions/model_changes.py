@@ -52,6 +52,23 @@ def watch_changes(runtime: Runtime, *, ignores_new_params: bool = False) -> None
     forward.before_first_forwards.append(weak_hook(runtime, structure.check))
     if runtime.settings.unused_is_error:
         runtime.backward.before_ends.append(weak_hook(runtime, refuse_unused))
+    if runtime.comm.whole.size > 1:
+        _warn_of_max_norm(runtime.model)
+
+
+def _warn_of_max_norm(model: nn.Module) -> None:
+    """Log a warning for each embedding whose forward changes its weight on this rank only."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            log_once(
+                f"the forward of embedding '{name}' changes its weight, because it has max_norm.  "
+                "Each rank changes only the rows that its own batch uses, so the results depend on "
+                "the number of ranks, and at stage 0 the ranks' weights become different.\n"
+                "  What to do: set max_norm to None, and scale the rows that the forward returns, "
+                "or scale the weight between steps inside "
+                "deepseek_zero.zero.GatheredParameters(param, modifier_rank=0).",
+                logging.WARNING,
+            )
 
 
 class RegroupedOptimizer(Protocol):
@@ -360,7 +377,7 @@ def _warn_of_lost_changes(members: Iterable[ParamInfo]) -> None:
                 f"parameter '{member.name}' was changed in place during forward or backward, for "
                 "example by max_norm of an embedding.  At stage 3 such a change is lost: the next "
                 "gather or update overwrites it.\n"
-                "  What to do: use stage 2, compute with a changed copy of the parameter, or "
+                "  What to do: compute with a changed copy of the parameter, or "
                 "change it between steps inside "
                 "deepseek_zero.zero.GatheredParameters(param, modifier_rank=0).",
                 logging.WARNING,
