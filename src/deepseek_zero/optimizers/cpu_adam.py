@@ -1,8 +1,8 @@
 """DeepSpeed's Adam and AdamW for the CPU, with updates of subgroups.
 
 `deepspeed.ops.adam.DeepSpeedCPUAdam` creates them, and the registry creates those without bias
-correction. torch's kernel is used if moments are bias-corrected and have
-the dtype of their parameter.
+correction. torch's kernel is used if moments are bias-corrected and have the dtype of their
+parameter.
 """
 
 from __future__ import annotations
@@ -139,10 +139,13 @@ class _CpuSteps(optim.Optimizer):
         param.copy_(weight)
 
     def _direction(self, group: Fields, param: Tensor, weight: Tensor) -> Tensor:
-        """Return the fp32 gradient, including the weight decay of plain Adam."""
+        """Return the fp32 gradient of the loss to minimize, with the weight decay of plain Adam."""
         assert param.grad is not None
+        grad = param.grad.float()
+        if group["maximize"]:
+            grad = -grad
         decay = 0.0 if self.adam_w_mode else group["weight_decay"]
-        return param.grad.float() + decay * weight if decay else param.grad.float()
+        return grad + decay * weight if decay else grad
 
     def _change(self, group: Fields, state: Fields) -> Tensor:
         """Return the fp32 amount that a step with these moments subtracts from the weight."""

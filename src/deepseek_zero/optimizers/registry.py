@@ -315,7 +315,12 @@ def _adam_class(key: str, params: Options) -> type[Optimizer]:
     """Return AdamW for the name AdamW or if the mode, which is on by default, is set."""
     decoupled = params.get("adam_w_mode", params.get("adamw_mode", True))
     is_decoupled = key == "adamw" or decoupled in (True, "auto")
-    if params.get("bias_correction") is False:
+    if params.get("bias_correction") in (False,):  # also 0
+        if params.get("amsgrad") not in (False, None, "auto"):
+            raise NotBuiltError(
+                f"optimizer {shown(key)}: amsgrad without bias correction is not built.",
+                fix="leave amsgrad or bias_correction out.",
+            )
         return cpu_adam.UncorrectedAdamW if is_decoupled else cpu_adam.UncorrectedAdam
     return torch.optim.AdamW if is_decoupled else torch.optim.Adam
 

@@ -190,6 +190,7 @@ def test_a_known_name_that_is_not_implemented_raises_an_error_with_the_reason(na
 @pytest.mark.parametrize(
     ("name", "params"),
     [
+        ("Adam", {"amsgrad": True, "bias_correction": False}),
         ("Lamb", {"eps_inside_sqrt": True}),
         ("Adagrad", {"amsgrad": True}),
         ("OneBitAdam", {"amsgrad": True}),
