@@ -331,10 +331,14 @@ def rule_of(optimizer: str, hypers: Hypers) -> Rule | None:
 def known_rule(optimizer: Optimizer, hypers: Hypers) -> Rule | None:
     """Return the rule of an optimizer of PyTorch or of this library; None for other classes.
 
+    There is no rule for Adam without bias correction.
+
     Args:
         optimizer: The optimizer.
         hypers: Hyper-parameters of the parameter group.
     """
     cls = type(optimizer)
     is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
-    return rule_of(cls.__name__, hypers) if is_known else None
+    if not is_known or not getattr(optimizer, "bias_correction", True):
+        return None
+    return rule_of(cls.__name__, hypers)

@@ -10,6 +10,8 @@ from torch import nn
 
 import deepseek_zero as dz
 from deepseek_zero.compat.deepspeed.ops import DeepSpeedCPUAdam, FusedAdam
+from deepseek_zero.kernels.rules import known_rule
+from deepseek_zero.optimizers.registry import resolve_optimizer
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
@@ -61,6 +63,21 @@ def test_cpu_adam_stores_moments_in_the_requested_dtype_with_optional_bias_corre
     with pytest.raises(RuntimeError, match="AMSGrad"):
         DeepSpeedCPUAdam([plain], amsgrad=True)
     assert FusedAdam([plain], 0.5, True, (0.8, 0.9)).defaults["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("off", [False, 0])
+def test_uncorrected_adam_of_a_configuration_maximizes(off: Any) -> None:
+    spec = resolve_optimizer("Adam", {"lr": 1, "bias_correction": off, "maximize": True})
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.ones(2)
+    spec.build([param]).step()
+    torch.testing.assert_close(param.detach(), torch.full((2,), 0.1 / 0.001**0.5))
+
+
+def test_no_kernel_updates_for_an_adam_without_bias_correction() -> None:
+    for is_corrected in (True, False):
+        adam: Any = DeepSpeedCPUAdam([nn.Parameter(torch.ones(2))], bias_correction=is_corrected)
+        assert (known_rule(adam, adam.param_groups[0]) is not None) is is_corrected
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
