@@ -87,8 +87,10 @@ def to_torch_tensor(
         if lazy.name in made:
             continue
         target = dtype if dtype is not None and lazy.dtype.is_floating_point else lazy.dtype
-        found = torch.empty(lazy.shape) if return_empty_tensor else lazy.contiguous()
-        made[lazy.name] = found.to(target)
+        if return_empty_tensor:
+            made[lazy.name] = torch.empty(lazy.shape, dtype=target, device="cpu")
+        else:
+            made[lazy.name] = lazy.contiguous().to(target)
     return {name: made[lazy.name] for name, lazy in state_dict.items()}
 
 
