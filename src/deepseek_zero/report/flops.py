@@ -70,10 +70,14 @@ class ForwardCost:
             )
 
     def stop(self) -> None:
-        """Remove the hooks; the counts are kept."""
+        """Remove the hooks; the counts are kept. A forward that Ctrl-C ended is not counted."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._open.clear()
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self._counter = None
 
     def reset(self) -> None:
         """Set all counts to zero."""

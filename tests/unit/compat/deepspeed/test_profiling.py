@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from deepseek_zero.compat.deepspeed import (
     profiling,
 )
 from deepseek_zero.compat.deepspeed.profiling import FlopsProfiler
+from deepseek_zero.report.flops import ForwardCost
 
 
 def test_modules_have_their_modes_after_a_profile() -> None:
@@ -47,6 +49,23 @@ def test_the_profiler_counts_a_forward_by_module(capsys: pytest.CaptureFixture[s
     assert profiler.get_total_flops() == 2 * found[0] and profiler.get_total_duration() > 0
     profiler.end_profile()
     assert not model._forward_hooks and not model[0]._forward_hooks
+
+
+def test_a_profile_after_an_interrupted_forward_counts_again() -> None:
+    class Interrupted(nn.Linear):
+        def forward(self, x: torch.Tensor, is_last: bool = False) -> torch.Tensor:
+            if not is_last:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    cost = ForwardCost(Interrupted(4, 4))
+    for is_last in (False, True):
+        cost.start()
+        with nullcontext() if is_last else pytest.raises(KeyboardInterrupt):
+            cost.model(torch.ones(3, 4), is_last)
+        cost.stop()
+        assert not _get_current_dispatch_mode_stack()
+    assert cost.rows[""].flops == 2 * 3 * 4 * 4
 
 
 def test_a_module_that_calls_itself_is_counted_once() -> None:
