@@ -513,7 +513,8 @@ def _cut_region(
     head_dim = _head_dim(parent, inputs)
     narrow = min(widths)
     if head_dim is not None and narrow % head_dim:
-        _take_apart(plan, region, f"a projection of {narrow} is not one of heads of {head_dim}")
+        why = f"a width of {narrow} is not a multiple of the head size {head_dim}"
+        _take_apart(plan, region, why)
         return False
     if head_dim is not None:
         kv_heads = narrow // head_dim

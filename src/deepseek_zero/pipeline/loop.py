@@ -353,11 +353,11 @@ class PlainLoop:
 
     @contextmanager
     def expected(self, loss: Any, step: int) -> Iterator[bool]:
-        """Return a context manager that requires a backward of a loss in its block.
+        """Return a context that requires a backward of a loss in its block, and yields True.
 
         Args:
             loss: A loss that the loop has returned, or a tensor computed from it.
-            step: The number of the step, which no error needs.
+            step: Not used. `LossChecks.expected` has the same arguments.
 
         Raises:
             UsageError: The block ended without an error, and no backward of a loss of this loop ran

@@ -114,8 +114,9 @@ def test_a_projection_that_is_narrower_than_a_head_leaves_its_attention_whole() 
         block.attention.gate = nn.Linear(12, 3)
     plan = choose(net, 3)
     assert {choice.name.split(".")[-1] for choice in plan.choices} == {"up", "down"}
-    assert plan.left["blocks.0.attention.q"] == "a projection of 3 is not one of heads of 4"
-    with pytest.raises(UsageError, match=r"Layer 'q' stays whole: a projection of 3 is not"):
+    why = "a width of 3 is not a multiple of the head size 4"
+    assert plan.left["blocks.0.attention.q"] == why
+    with pytest.raises(UsageError, match=f"Layer 'q' stays whole: {why}"):
         choose(net.blocks[0].attention, 3)
     layers = ((r".*\b(q|k|v|gate)\b", "column", 1, ()), (r".*\bo\b", "row", 1, ()))
     styles = kinds(choose(net, 3, ParallelSettings(layers=layers)))
