@@ -179,9 +179,8 @@ def test_a_change_in_place_during_forward_is_reported_once() -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_embedding_with_max_norm_is_reported_on_several_ranks(stage: int) -> None:
     model = nn.Sequential(nn.Embedding(WIDTH, WIDTH, max_norm=0.1), nn.Linear(WIDTH, WIDTH))
-    words = config() | {"zero_optimization": {"stage": stage}}
     with said() as warnings:
-        dz.initialize(model=model, config=words)
+        dz.initialize(model=model, config=config(stage))
     told = [text for text in warnings if "the forward of embedding '0'" in text]
     assert len(told) == int(dist.get_rank() == 0)
 
