@@ -98,6 +98,7 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
         if buffer.device != device:
             buffer.data = buffer.data.to(device)
         if comm.size > 1 and buffer.numel() and buffer.layout is torch.strided:
-            flat = buffer.detach().reshape(-1).contiguous().clone()
+            # Send bytes, because NCCL does not send every dtype, for example int16.
+            flat = buffer.detach().reshape(-1).contiguous().clone().view(torch.uint8)
             scatter(comm, [flat] * comm.size, flat, f"buffer {name}")
-            copy_into(buffer.data, flat.view(buffer.shape))
+            copy_into(buffer.data, flat.view(buffer.dtype).view(buffer.shape))
