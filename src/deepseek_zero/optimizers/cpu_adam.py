@@ -31,6 +31,12 @@ class _CpuSteps(optim.Optimizer):
         """Whether weight decay is decoupled."""
         return isinstance(self, optim.AdamW)
 
+    def add_param_group(self, param_group: Fields) -> None:
+        """Add a parameter group. Checkpoints in DeepSpeed's layout save `bias_correction` in it."""
+        if not self.bias_correction:
+            param_group["bias_correction"] = False
+        super().add_param_group(param_group)
+
     @torch.no_grad()
     def step(self, closure: Closure = None) -> Any:
         """Update all parameters that have a gradient and return the closure's loss."""

@@ -90,6 +90,9 @@ class _MadeOnCpu(_Made):
         kind = cpu_adam.AdamW if issubclass(spec.cls, AdamW) else cpu_adam.Adam
         made = replace(spec, cls=kind).build(params)
         vars(made).update(own)
+        if not own.get("bias_correction", True):
+            for group in made.param_groups:
+                group["bias_correction"] = False
         return made
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import deepseek_zero as dz
 from deepseek_zero.base.errors import CheckpointError, UsageError
 from deepseek_zero.compat.deepspeed.checkpoint.reader import PickledObject, open_file
 from deepseek_zero.compat.deepspeed.checkpoint.writer import convert_to_deepspeed
+from deepseek_zero.compat.deepspeed.ops import DeepSpeedCPUAdam
 from tests.data.deepspeed.make import CASES
 
 DATA = Path(__file__).parents[4] / "data" / "deepspeed"
@@ -91,6 +93,29 @@ def test_another_stage_is_written_as_deepspeed_would_have(
         ):
             assert one.shape == other.shape
             assert torch.allclose(one[:-8], other[:-8], atol=1e-5) or "rank_1" in path.name
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_adam_without_bias_correction_stays_one(tmp_path: Path, is_own: bool) -> None:
+    model = nn.Linear(3, 2)
+    params = {"lr": 0.1, "bias_correction": False}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+    }
+    optimizer: Any = None
+    if is_own:
+        optimizer = DeepSpeedCPUAdam(model.parameters(), **params)
+    else:
+        config["optimizer"] = {"type": "Adam", "params": params}
+    engine = dz.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    engine.save_checkpoint(tmp_path / "saved")
+    convert_to_deepspeed(tmp_path / "saved", tmp_path / "out")
+    (path,) = (tmp_path / "out").glob("*optim_states.pt")
+    (group,) = open_file(path)["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+    assert group["bias_correction"] is False
 
 
 def test_files_that_name_no_parameter_are_refused(tmp_path: Path) -> None:
