@@ -139,6 +139,8 @@ def settings_of(deepspeed_config: Any) -> RecomputeSettings:
         deepspeed_config: A dict, a path, JSON text or an engine's configuration. With None, the
             current settings of this process are returned.
     """
+    # The `config` of an engine of the drop-in is a dict, which has the checked one as an attribute
+    deepspeed_config = getattr(deepspeed_config, "config", deepspeed_config)
     if isinstance(deepspeed_config, Config):  # an engine's
         return recompute_settings_of(deepspeed_config)
     if deepspeed_config is not None:

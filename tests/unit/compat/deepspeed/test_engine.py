@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepseek_zero as dz
+from deepseek_zero.activations import recompute
 from deepseek_zero.base.errors import AtRestError, NotBuiltError, UsageError
 
 HIDDEN = 6
@@ -729,6 +730,16 @@ def test_a_callable_optimizer_gets_parameters_or_the_groups_that_were_passed() -
 def test_workers_of_a_loader_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     loader = built(config(1)).deepspeed_io([torch.ones(HIDDEN)] * 3, num_local_io_workers=2)
     assert len(list(loader)) == 3 and "num_local_io_workers=2" in caplog.text
+
+
+def test_checkpointing_takes_the_config_of_an_engine_with_an_unknown_key() -> None:
+    engine = built(config(1, no_such_key=1, activation_checkpointing={"profile": True}))
+    try:
+        dz.checkpointing.configure(None, engine.config)
+        found = recompute.current()
+        assert found is not None and found.settings.profile
+    finally:
+        recompute.release(recompute.current())
 
 
 @pytest.mark.parametrize(
