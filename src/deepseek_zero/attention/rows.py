@@ -314,7 +314,7 @@ def _calls(
         heads = range(*group.heads.indices(query.shape[1]))
         shared = len(heads) // len(key_heads)
         for tile in group.tiles:
-            if not tile.keys:
+            if not tile.keys or not samples:
                 continue
             batch = 1
             parts = [slice(samples.start, samples.stop)]

@@ -304,3 +304,17 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
             SparseAttention(Dense())(*given, dropout=0.1)
     with pytest.raises(UsageError, match="a bias or mask of"):
         attend(query, key, value, Pattern(), biases=[torch.zeros(1, 1, 1, 7)])
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_batch_without_samples_has_an_empty_output_and_gradient(
+    key_heads: int, has_bias: bool
+) -> None:
+    query = torch.zeros(0, 4, 8, 4, requires_grad=True)
+    key = torch.zeros(0, key_heads, 8, 4)
+    groups = groups_of(Pattern(ahead=0), AttentionShape(4, key_heads, 8, 8), 4)
+    biases = (torch.zeros(0, 4, 8, 8),) if has_bias else ()
+    out = attend_by_plan(query, key, key, groups, 0.5, biases)
+    out.sum().backward()
+    assert query.grad is not None and query.grad.shape == out.shape == query.shape
