@@ -3,8 +3,8 @@
 A `ShardedGradient` has the parameter's shape. Element-wise operations act on every rank's part
 without communication. In place (`mul_`, `+=`, `clamp_`, `torch._foreach_add_`) they change the
 gradient that the step uses; out of place they return another such tensor, which may be assigned to
-`.grad`. Norms are computed over all ranks. Every other operation that would read or change elements
-raises an error that names the alternative.
+`.grad`. Norms are computed over all ranks. Other operations read the elements if every rank has all
+of them (stage 0). Otherwise they raise an error that names the alternative.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Part:
     Attributes:
         values: The elements, flat.
         start: The index of the first element in the parameter.
-        is_whole: Whether every rank has all elements, so that norms need no communication.
+        is_whole: Whether this rank has all elements, so that it can read them without the others.
     """
 
     values: Tensor
@@ -85,7 +85,8 @@ class ShownGradients(Protocol):
             order: The order of the norm.
 
         Note:
-            Collective unless every rank has all elements (`Part.is_whole`).
+            Collective unless every rank has all elements (`Part.is_whole`). It is also collective
+            for a parameter that is split along "tp".
         """
 
     def whole(self, param: nn.Parameter, part: Part) -> Tensor:
@@ -136,7 +137,8 @@ class ShardedGradient(Tensor):
 
     Element-wise operations act on this rank's part, and norms are computed over all ranks.
 
-    `full_tensor()` gathers all elements. Other operations on elements raise an error.
+    `full_tensor()` gathers all elements. Other operations on elements raise an error, except at
+    stage 0, where every rank has all elements.
     """
 
     @classmethod
