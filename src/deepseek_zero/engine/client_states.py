@@ -138,7 +138,7 @@ class ClientStates:
         if not is_number and all(_is_elementwise(each.values[key], own) for own, each in parts):
             return self._joined(shard, parts, key)
         if is_number or (len(parts) == 1 and self._is_whole(overlap)):
-            return value.clone() if isinstance(value, Tensor) else value
+            return value.clone() if type(value) in (Tensor, nn.Parameter) else value
         shape = f" has shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
         raise UsageError(
             f"state '{key}' ({type(value).__name__}){shape} that {self._optimizer} has for "

@@ -72,6 +72,13 @@ class RowOfElements(ByRow):
     granularity = "element"
 
 
+class Uncopied(Tensor):
+    """A tensor that cannot be cloned, as some quantized states."""
+
+    def clone(self, **_: Any) -> Any:
+        raise NotImplementedError
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -310,3 +317,17 @@ def test_different_initial_optimizers_on_ranks_are_reported() -> None:
         return str(found.value)
 
     assert all("'speed'" in each and "rank 1" in each for each in on_ranks(body))
+
+
+def test_a_whole_state_of_another_tensor_class_is_not_cloned() -> None:
+    def body(here: Here, rank: Rank) -> None:
+        model = net()
+        made = ByRow(model.parameters())
+        for state in made.state.values():
+            state["row"] = state["row"].as_subclass(Uncopied)
+        engine = here.start(rank, model, config(0), optimizer=made)
+        states = engine.optimizer.inner.state.values()
+        assert {type(state["row"]) for state in states} == {Uncopied}
+        engine.destroy()
+
+    on_ranks(body)
