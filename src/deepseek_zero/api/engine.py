@@ -25,6 +25,7 @@ from ..base.world import is_rank_zero
 from ..checkpoint.contents import SaveSettings
 from ..checkpoint.format import LATEST, LATEST_UNIVERSAL
 from ..checkpoint.piece import frozen_names
+from ..comm.collectives import propagate_errors
 from ..engine import saving
 from ..engine.data import ShardedLoader
 from ..engine.engine import Engine
@@ -668,7 +669,8 @@ class ZeroEngine(Exports, Engine):
         runtime = self.runtime
         is_held = runtime.step.backwards and not runtime.backward.reductions.ends_step
         if self.parts.loop is None and is_held:
-            reduce_step(runtime.backward)
+            with propagate_errors(runtime.comm):
+                reduce_step(runtime.backward)
 
     def _step_directly(self) -> None:
         """Update the weights with all gradients since the last step, for `optimizer.step()`.
