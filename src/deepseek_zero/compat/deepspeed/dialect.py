@@ -236,10 +236,13 @@ class DeepSpeedDropIn(DeepSpeedNames):
             return BuildRules(model, dropin_class, scale_at_stage_0)
         return BuildRules(model, dropin_class)
 
+    def make_engine(self, config: Config, *args: Any) -> DeepSpeedEngine:
+        """Create an engine whose `config` is the dict that the program passed."""
+        given: Any = GivenConfig(self._given, config)
+        return super().make_engine(given, *args)
+
     def finish(self, engine: DeepSpeedEngine) -> None:
         """Create the process groups of the engine's mesh, and allow copies of whole weights.
-
-        `engine.config` becomes the dict that the program passed.
 
         If autocast is configured, `comm_dtype` of the parameters that it covers is set, as in
         DeepSpeed.
@@ -249,7 +252,6 @@ class DeepSpeedDropIn(DeepSpeedNames):
             init = import_module(".torch_autocast", __package__).init_autocast_params
             init(engine, autocast, self._autocast_modules)
         groups.make_groups(engine.mesh)
-        engine.config = GivenConfig(self._given, engine.config)  # type: ignore[assignment]
         if engine.runtime.settings.stage < 3:
             allow_copies(engine.module)
 

@@ -426,7 +426,7 @@ class GivenConfig(dict[str, Any]):
 
     def __init__(self, given: Mapping[str, Any], config: Config) -> None:
         super().__init__(given)
-        vars(self)["config"] = config
+        object.__setattr__(self, "config", config)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # `copy` looks for `__deepcopy__`
