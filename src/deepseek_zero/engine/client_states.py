@@ -60,7 +60,7 @@ class ClientStates:
                 first = param.__dict__.get(TIED_TO, param)
                 for each in first.__dict__.get(CUT_INTO, (first,)):
                     self._by_param.setdefault(id(each), state)
-        # Names of the states that are scalars for a parameter that is none
+        # Names of the states that are scalars although their parameter is not a scalar
         self._counters = set[str]()
         for state in self._by_param.values():
             for key, value in state.values.items():
@@ -220,7 +220,7 @@ def _is_elementwise(value: Any, overlap: ParamOverlap) -> bool:
 
 
 def _described(value: Any) -> str:
-    """Return a text that is equal on two ranks if their values are."""
+    """Return a text for a value. Two ranks with equal values get equal texts."""
     if not isinstance(value, Tensor):
         return repr(value) if isinstance(value, PLAIN) else type(value).__name__
     if type(value) not in (Tensor, nn.Parameter) or value.is_meta:

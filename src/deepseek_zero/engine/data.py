@@ -121,7 +121,10 @@ class StepOrder:
 
 
 class _OwnEpoch(int):
-    """An epoch that a loader sets in a sampler: another object than the number of a program."""
+    """An epoch that the loader has set in a sampler.
+
+    Its identity distinguishes it from an equal number that the program sets.
+    """
 
 
 class _From:

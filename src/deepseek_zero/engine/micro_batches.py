@@ -169,7 +169,7 @@ class HeldReductions:
 
 
 class LossChecks:
-    """Checks the losses that a program differentiates, of an engine without pipeline stages.
+    """Checks the losses of `engine.backward` for an engine without pipeline stages.
 
     `PlainLoop` (pipeline/loop.py) has the same methods for an engine with stages.
 

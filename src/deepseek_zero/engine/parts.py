@@ -54,7 +54,7 @@ class Parts:
         determinism: Deterministic algorithms of PyTorch; None if they are not configured.
         pipeline: The pipeline of this rank's stages; None without stages.
         loop: Runs the schedule of the pipeline; None without stages.
-        loss_checks: Checks the losses that a program differentiates; with stages, this is `loop`.
+        loss_checks: Checks the losses of `engine.backward`; with stages, this is `loop`.
         step_fields: Adds fields of features to the message of a step.
         sparse_attention: The configured sparse attention, or None.
         after_steps: Functions that features run after each step of the engine.

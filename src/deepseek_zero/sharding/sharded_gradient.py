@@ -117,7 +117,7 @@ OPERATORS = frozenset(
 )
 # What torch.compile reads of the `.grad` of each parameter that a traced function uses.
 DESCRIPTIONS = frozenset("is_mkldnn untyped_storage".split())
-# Functions whose result is not a view: what would be written to it is not lost.
+# Functions that return new tensors or numbers. Writing to these never changes the gradient.
 COPIES = frozenset(
     """
     all amax amin any aminmax argmax argmin argsort bincount cat concatenate count_nonzero cummax
